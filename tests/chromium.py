@@ -47,6 +47,16 @@ def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def screenshot(page: Path, shot: Path, *, dark: bool = False) -> list[str]:
+    """Write a screenshot of a page, and return the lines that were written to the console."""
+    theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--user-data-dir={folder}/profile", "--window-size=1280,2000", *theme]
+        command = [str(find_chromium()), *OPTIONS, *options, f"--screenshot={shot}", page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
 def run(
     page: Path,
     script: str,

@@ -227,7 +227,9 @@ def gpu_models_short() -> Lines:
     for size in (1792, 3584):
         every = rows("model-saliency-h200", img_size=size)
         full = min(one["milliseconds_eager"] for one in every if one["method"].startswith("full"))
-        found = [row("model-saliency-h200", img_size=size, method=f"error:{e}") for e in (0.03, 0.05)]
+        found = [
+            row("model-saliency-h200", img_size=size, method=f"error:{e}") for e in (0.03, 0.05)
+        ]
         errors = " and ".join(f"{one['error_l2_percent']:.1f} %" for one in found)
         speeds = [times(one["speedup_eager"]) for one in found]
         lines.append([f"{SALIENCY}, {size:,} px", f"{full:.1f} ms", *speeds, errors])

@@ -79,29 +79,22 @@ def test_two_processes_a_limit_and_progress() -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_bad_values_are_explained_before_any_image_is_read() -> None:
+    none = dict.fromkeys(("epsilons", "depths", "grids", "lookaheads"), ())
+    for changes, said in (
         ({"epsilons": (-1.0,)}, "epsilon is -1.0"),
         ({"depths": (0,)}, "depth is 0"),
         ({"grids": (1,)}, "grid is 1"),
         (
             {"grids": (24,)},
-            "grids of 16, 24 cells do not all divide; pass a multiple of 48, such as 240 or 288",
+            "grids of 16, 24 cells do not all divide; pass a multiple of 48, such as",
         ),
         ({"lookaheads": (0,)}, "lookahead is 0"),
         ({"mode": "edges"}, "mode is 'edges'"),
-        (
-            {"epsilons": (), "depths": (), "grids": (), "lookaheads": ()},
-            "no parameter has a value",
-        ),
-    ],
-)
-def test_bad_values_are_explained_before_any_image_is_read(
-    changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        ablation.run(EmbeddedScenes(images=10**9), **changes)
+        (none, "no parameter has a value"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ablation.run(EmbeddedScenes(images=10**9), **changes)
 
 
 def test_the_reference_figures_of_the_coco_subset() -> None:

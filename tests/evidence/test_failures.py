@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bmfa.energy import gap, refinement_score
-from bmfa.evidence.failures import figures
+from bmfa.evidence.failures.chapter import failures
 from bmfa.evidence.failures.explanations import describe, explain
 from bmfa.evidence.failures.fields import FIELDS, draw_field
 from bmfa.evidence.failures.run import LEAST_LEAVES, READS, SETTINGS, run
@@ -101,7 +101,7 @@ def test_chapter_and_figure(record: Record) -> None:
         fails = roles(record, rule)["fails"]
         assert explain(fails).replace("\u00a0", " ") in text and fails["method"] in text
     for title in ("Algorithm 1", "Optimal tree", "Random quadrants", "Mean and variance"):
-        assert title in figures.failures(record)
+        assert title in failures(record)
 
 
 def test_fields_depend_on_their_key_alone() -> None:

@@ -20,16 +20,14 @@ SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-c
 
 @pytest.fixture(autouse=True)
 def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = ("fixed-blocks:2", "optimal:0.02")
+    rules, merged = ["fixed-blocks:2", "optimal:0.02"], ["tome:8", "free-energy:8"]
+    few = dict.fromkeys(("closed-loop", "layers", "evaluate"), rules)
+    few |= {"single-layers": ["global-mean"], "reductions": merged, "embedded-reductions": merged}
+    monkeypatch.setattr(report, "METHODS", few)
     monkeypatch.setattr(report, "CPU_TIMING", (2, 1))
-    for name in ("CLOSED_LOOP_METHODS", "LAYER_METHODS", "EVALUATED_RULES"):
-        monkeypatch.setattr(report, name, rules)
-    monkeypatch.setattr(report, "SINGLE_LAYER_METHODS", ("global-mean",))
     # These have tests of their own.
     monkeypatch.setattr(report, "COMPARISONS", {})
     monkeypatch.setattr(report.faster, "run", partial(faster.run, side=16, images=1, shown=1))
-    for name in ("REDUCTIONS", "EMBEDDED_REDUCTIONS"):
-        monkeypatch.setattr(report, name, ("tome:8", "free-energy:8"))
 
 
 def own_files(folder: Path) -> report.Own:
@@ -65,38 +63,27 @@ def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> N
     from bmfa.evidence.model_methods import parse
 
     monkeypatch.undo()
-    names = (
-        *(report.CLOSED_LOOP_METHODS, report.LAYER_METHODS, report.SINGLE_LAYER_METHODS),
-        *(report.EVALUATED_RULES, report.REDUCTIONS, report.EMBEDDED_REDUCTIONS),
-    )
-    for name in {method for some in names for method in some}:
+    for name in {method for methods in report.METHODS.values() for method in methods}:
         assert parse(name).name == name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--weights", "w.safetensors"], "go together"),
-        (["--imagenet", "."], "go together"),
-        (["--imagenet", "nowhere", "--weights", "w"], "no folder or zip at nowhere"),
-        (["--imagenet", "empty", "--weights", "w"], "no images in empty"),
-        (["--imagenet", "some", "--weights", "w", "--limit", "0"], "limit is 0"),
-        (["--imagenet", "some", "--weights", "nowhere", "--model", "embedded"], "nowhere"),
-    ],
-)
 def test_files_of_ones_own_are_checked_before_the_work(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     own_files(tmp_path / "some")
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *arguments])
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and told.out == ""
-    assert told.err.count("\n") == 1 and words in told.err
-    assert not Path("report").exists()
+    for arguments, words in (
+        ("--weights w.safetensors", "go together"),
+        ("--imagenet .", "go together"),
+        ("--imagenet nowhere --weights w", "no folder or zip at nowhere"),
+        ("--imagenet empty --weights w", "no images in empty"),
+        ("--imagenet some --weights w --limit 0", "limit is 0"),
+        ("--imagenet some --weights nowhere --model embedded", "nowhere"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", *arguments.split()])
+        told = capsys.readouterr()
+        assert ended.value.code == 2 and told.out == ""
+        assert told.err.count("\n") == 1 and words in told.err
+        assert not Path("report").exists()

@@ -107,7 +107,7 @@ def report(
     write_atomic(folder / "index.html", page)
     for name, figure in figures.ALL.items() if png else ():
         if figure.drawable(collected):
-            figures.save_png(name, collected, folder / "figures" / f"{name}.png")
+            write_atomic(folder / "figures" / f"{name}.png", figure.png(collected))
     if not common.quiet:
         print(
             f"page: {folder / 'index.html'}", *([f"explorer: {explorer}"] if link else []), sep="\n"

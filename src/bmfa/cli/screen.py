@@ -41,8 +41,8 @@ def screen(
         output (FILE.png): File for the figure.
     """
     require_packages(("matplotlib", "PIL"), "report")
+    from bmfa.evidence.images import figures
     from bmfa.evidence.images import run as experiment
-    from bmfa.evidence.page import figures
 
     check_file("--output", output, ".png")
     view = experiment.View(layer, head, query)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmfa import merging
 from bmfa.evidence.methods import FULL, is_kind, names
@@ -86,3 +86,16 @@ def applied(
 def class_names(model: LoadedModel) -> Sequence[str] | int | None:
     """Return the names of the outputs of a model, else their number, else None."""
     return model.classes or getattr(model.model, "num_classes", None) or None
+
+
+def class_name(model: LoadedModel, index: int) -> str:
+    """Return the name of an output of a model, `class INDEX` if it has none."""
+    names = model.classes or ()
+    return names[index] if index < len(names) else f"class {index}"
+
+
+def predicted_class(model: LoadedModel, logits: Tensor) -> tuple[str, float]:
+    """Return the predicted class of the first image and its probability in percent."""
+    shares = logits[0].double().log_softmax(-1).exp()
+    index = int(shares.argmax())
+    return class_name(model, index), 100 * float(shares[index])

@@ -1,6 +1,9 @@
 """All experiments of `bmfa report`, on the embedded data and model and on the user's own."""
 
+import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
@@ -24,48 +27,9 @@ from bmfa.models import LoadedModel, load_model
 from bmfa.models.families import find_vision_transformer
 from bmfa.records import Record
 
-PROBE_METHODS = (*DEFAULT_METHODS, *COMPARABLE_METHODS)
-# The pooled rule has one price for all settings, and the leaves of Algorithm 1 on the placement corner.
-SYNTHETIC_METHODS = (*DEFAULT_METHODS, "optimal-leaves-pooled:0.05794")
-# The paper's rules at its settings, Algorithm 1 from its printed threshold down, and further rules.
-CLOSED_LOOP_METHODS = (
-    *("fixed-blocks:2", "global-mean", "random-quadrants:0.25", "random-quadrants:0.5"),
-    *("quadrant-gap:0.8", "quadrant-gap:0.5", "variance:0.8", "variance:0.2"),
-    *("gamma:0.8", "gamma:0.2", "gamma:0.05", "gamma:0.02"),
-    *("exact-gap:1", "exact-gap:0.5", "mass:0.005", "mass:0.001"),
-    *("optimal:0.05", "optimal:0.02", "optimal:0.005", "optimal:0.002"),
-)
-LAYER_METHODS = (
-    *("fixed-blocks:2", "random-quadrants:0.25", "quadrant-gap:0.8"),
-    *("gamma:0.05", "optimal:0.002"),
-)
-SINGLE_LAYER_METHODS = ("global-mean", "fixed-blocks:2", "gamma:0.05", "optimal:0.002")
-EVALUATED_RULES = (
-    *("fixed-blocks:2", "random-quadrants:0.25", "random-quadrants:0.5"),
-    *("quadrant-gap:0.8", "quadrant-gap:0.5", "gamma:0.05", "optimal:0.02", "optimal:0.002"),
-)
-REDUCTIONS = (
-    *("tome:8", "tome:12", "free-energy:8", "free-energy:12", "pitome:0.95", "tofu:0.95"),
-    *("diffrate:0.95", "crossget:0.95", "dct:0.95", "evit:0.7", "random-pool:8", "fixed-pool:2"),
-)
-# The class of an embedded image depends on few tokens, so differences show only at larger budgets.
-EMBEDDED_REDUCTIONS = (
-    *("tome:8", "tome:16", "tome:24", "free-energy:8", "free-energy:16", "free-energy:24"),
-    *("pitome:0.8", "tofu:0.8", "diffrate:0.8", "crossget:0.8", "dct:0.8", "evit:0.3"),
-    *("random-pool:8", "random-pool:16", "fixed-pool:2"),
-)
-# Screening takes several times as long as merging, and its differences are several times as large.
-COMPARISONS: dict[str, dict[str, Any]] = {
-    "leaves": {"leaves": (25.0,), "policies": (), "baselines": (), "images": 40},
-    "few-leaves": {
-        "rules": ("fixed-blocks", "gamma", "gamma-h2", "exact-gap", "optimal"),
-        "leaves": (6.25,),
-        "policies": (),
-        "baselines": (),
-        "images": 40,
-    },
-    "merging": {"rules": (), "leaves": (), "images": 240},
-}
+_CHOICES = tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
+METHODS: dict[str, list[str]] = _CHOICES["methods"]
+COMPARISONS: dict[str, dict[str, Any]] = _CHOICES["comparisons"]
 DEIT = "timm:deit_tiny_patch16_224"
 # The paper's figures are of a centre crop of 224 pixels from a shorter side of 256.
 DEIT_CROP_PCT = 0.875
@@ -126,17 +90,15 @@ def run(
     given = (("coco", coco), ("lvis", lvis))
     files = {name: InstanceFiles(*paths) for name, paths in given if paths}
     instances: dict[str, Any] = {"workers": workers, "seed": seed}
-    yield "synthetic", synthetic.run(SYNTHETIC_METHODS, seed=seed)
+    yield "synthetic", synthetic.run([*DEFAULT_METHODS, *METHODS["synthetic"]], seed=seed)
     yield "failure-curve", synthetic.failure_curve(seed=seed)
     yield "gallery", synthetic.gallery(seed=seed)
     scenes = EmbeddedScenes(seed=seed)
     sources: dict[str, InstanceSource] = {"embedded": scenes, **files}
-    for dataset, source in sources.items():
-        for mode in MODES:
-            record = probes.run(
-                source, dataset=dataset, mode=mode, methods=PROBE_METHODS, **instances
-            )
-            yield f"probe-{dataset}-{mode}", record
+    methods = [*DEFAULT_METHODS, *COMPARABLE_METHODS]
+    for (dataset, source), mode in product(sources.items(), MODES):
+        record = probes.run(source, dataset=dataset, mode=mode, methods=methods, **instances)
+        yield f"probe-{dataset}-{mode}", record
     yield "ablation", ablation.run(scenes, dataset="embedded", workers=workers)
     yield "blocks", cases.blocks(seed=seed)
     yield "cases", cases.run(EmbeddedObjects(seed=seed), dataset="embedded", **instances)
@@ -170,26 +132,25 @@ def run_models(
     model = load_model("embedded")
     few, many = EmbeddedImages(layer_images, seed), EmbeddedImages(images, seed)
     last, single = _layer_choices(model)
-    yield "closed-loop", closed_loop.run(model, many, CLOSED_LOOP_METHODS, **options)
-    layers = closed_loop.run(model, few, LAYER_METHODS, layers=last, **options)
+    yield "closed-loop", closed_loop.run(model, many, METHODS["closed-loop"], **options)
+    layers = closed_loop.run(model, few, METHODS["layers"], layers=last, **options)
     yield "closed-loop-layers", layers
-    layers = closed_loop.run(model, few, SINGLE_LAYER_METHODS, layers=single, **options)
+    layers = closed_loop.run(model, few, METHODS["single-layers"], layers=single, **options)
     yield "closed-loop-single", layers
     yield "faster", faster.run(model, **options)
     for name, choices in COMPARISONS.items():
         yield f"comparison-{name}", comparison.run(model, **choices, **options)
     yield "images", model_cases.run(model, count=images, **options)
-    evaluated = (FULL, *EVALUATED_RULES)
-    methods = [*evaluated, *EMBEDDED_REDUCTIONS]
+    methods = [FULL, *METHODS["evaluate"], *METHODS["embedded-reductions"]]
     yield "evaluate", classification.run(model, many, methods, **timing)
     if own is None:
         return
     model, labelled = own
-    yield "own-closed-loop", closed_loop.run(model, labelled, CLOSED_LOOP_METHODS, **options)
+    yield "own-closed-loop", closed_loop.run(model, labelled, METHODS["closed-loop"], **options)
     last, _ = _layer_choices(model)
-    layers = closed_loop.run(model, labelled, LAYER_METHODS, layers=last, **options)
+    layers = closed_loop.run(model, labelled, METHODS["layers"], layers=last, **options)
     yield "own-closed-loop-layers", layers
-    methods = [*evaluated, *REDUCTIONS]
+    methods = [FULL, *METHODS["evaluate"], *METHODS["reductions"]]
     yield "own-evaluate", classification.run(model, labelled, methods, **timing)
 
 

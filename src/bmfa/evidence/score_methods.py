@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -9,9 +10,10 @@ from torch import Tensor
 from bmfa.checks import check_integer, check_scores
 from bmfa.evidence.methods import is_kind, names
 from bmfa.grid import Grid
+from bmfa.records import Row
 from bmfa.trees.build import screen
 from bmfa.trees.errors import tree_error
-from bmfa.trees.layout import Layout, quadtree_layout
+from bmfa.trees.layout import Layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Rule, parse
 from bmfa.trees.rules.base import Context
@@ -36,6 +38,16 @@ class Estimate:
     leaf_percent: Tensor
     root_split: Tensor | None = None
     tree: Tree | None = None
+
+
+def tree_columns(tree: Tree, scores: Tensor) -> Row:
+    """Return the columns of a row that describe one tree: leaves, E and their number."""
+    return {
+        "boxes": tree.leaf_boxes.tolist(),
+        "error": float(tree.error(scores)),
+        "leaves": int(tree.leaf_count),
+        "leaf_percent": 100 * float(tree.leaf_ratio),
+    }
 
 
 def check_method(name: str, seed: int = 0) -> str:
@@ -101,62 +113,45 @@ def estimate_all(
         check_integer("max_depth", max_depth, low=0)
     rules: dict[str, Rule] = {}
     for method in methods:
-        if not is_kind(check_method(method, seed), "summary"):
-            rules[method] = parse(method, seed)
-            rules[method].check(grid, grid.size)
+        summary = is_kind(check_method(method, seed), "summary")
+        rules[method] = parse("global-mean" if summary else method, seed)
+        rules[method].check(grid, grid.size)
     parts: dict[str, list[Estimate]] = {method: [] for method in methods}
-    pooled = [method for method, rule in rules.items() if rule.needs_all_trees]
-    for start in range(0, len(scores), CHUNK):
-        chunk = _Chunk(scores[start : start + CHUNK], grid, tau, max_depth)
-        for method in parts:
-            if method not in pooled:
-                parts[method].append(chunk.estimate(method, rules.get(method)))
-    for method in pooled:
-        tree = screen(scores, grid, rules[method], tau=tau, max_depth=max_depth)
-        estimates = Estimate(tree.error(scores), 100 * tree.leaf_ratio, _root_split(tree))
-        parts[method].append(estimates)
+    for chunk in torch.split(scores, CHUNK):
+        pyramid_of = cache(partial(_pyramid, chunk, tau))
+        for method, rule in rules.items():
+            if not rule.needs_all_trees:
+                pyramid = pyramid_of(rule.layout(grid))
+                context = Context(pyramid.layout, pyramid.counts, tau, len(chunk), max_depth)
+                options = {"tau": tau, "rule": str(rule), "max_depth": max_depth}
+                decision = vars(rule.screen(pyramid, context))
+                tree = Tree(pyramid.layout, shape=(len(chunk),), **options, **decision)
+                found = _from_tree(tree, tree_error(tree, pyramid))
+                parts[method].append(_summary(method, found, pyramid))
+    for method, rule in rules.items():
+        if rule.needs_all_trees:
+            tree = screen(scores, grid, rule, tau=tau, max_depth=max_depth)
+            parts[method].append(_from_tree(tree, tree.error(scores)))
     return [_concatenate(parts[method]) for method in methods]
 
 
-class _Chunk:
-    """Some of the grids, and the pyramids of their scores that all methods read."""
-
-    def __init__(self, scores: Tensor, grid: Grid, tau: float, max_depth: int | None) -> None:
-        self.scores, self.grid, self.tau, self.max_depth = scores, grid, tau, max_depth
-        self.pyramids: dict[Layout, ScorePyramid] = {}
-
-    def estimate(self, method: str, rule: Rule | None) -> Estimate:
-        if rule is not None:
-            return self._estimate_by_tree(rule)
-        if method == "edge-aware":
-            percent = self.scores.new_full((len(self.scores),), 100.0)
-            return Estimate(torch.zeros_like(percent), percent)
-        mean = self._estimate_by_tree(parse("global-mean"))
-        if method == "block-mean":
-            return mean
-        variance = self._pyramid(quadtree_layout(self.grid)).variances()[0].squeeze(0)
-        return Estimate(mean.gap - variance / (2 * self.tau), mean.leaf_percent)
-
-    def _estimate_by_tree(self, rule: Rule) -> Estimate:
-        layout = rule.layout(self.grid)
-        pyramid = self._pyramid(layout)
-        context = Context(layout, pyramid.counts, self.tau, len(self.scores), self.max_depth)
-        decision = vars(rule.screen(pyramid, context))
-        shape, name = (context.trees,), str(rule)
-        tree = Tree(
-            layout, shape=shape, tau=self.tau, rule=name, max_depth=self.max_depth, **decision
-        )
-        return Estimate(tree_error(tree, pyramid), 100 * tree.leaf_ratio, _root_split(tree), tree)
-
-    def _pyramid(self, layout: Layout) -> ScorePyramid:
-        if layout not in self.pyramids:
-            counts = Counts.from_mask(layout, self.scores.dtype)
-            self.pyramids[layout] = ScorePyramid(layout, counts, self.tau, self.scores.T, None)
-        return self.pyramids[layout]
+def _pyramid(scores: Tensor, tau: float, layout: Layout) -> ScorePyramid:
+    return ScorePyramid(layout, Counts.from_mask(layout, scores.dtype), tau, scores.T, None)
 
 
-def _root_split(tree: Tree) -> Tensor:
-    return tree.split[0] if len(tree.split) else tree.split.any(0)
+def _from_tree(tree: Tree, error: Tensor) -> Estimate:
+    split = tree.split[0] if len(tree.split) else tree.split.any(0)
+    return Estimate(error, 100 * tree.leaf_ratio, split, tree)
+
+
+def _summary(method: str, found: Estimate, pyramid: ScorePyramid) -> Estimate:
+    """Return the estimate of a method that is not that of its tree, or else the given one."""
+    if method == "edge-aware":
+        return Estimate(torch.zeros_like(found.gap), torch.full_like(found.leaf_percent, 100.0))
+    if method == "mean-variance":
+        variance = pyramid.variances()[0].squeeze(0)
+        return Estimate(found.gap - variance / (2 * pyramid.tau), found.leaf_percent)
+    return found
 
 
 def _concatenate(estimates: list[Estimate]) -> Estimate:

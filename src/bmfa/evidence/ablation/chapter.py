@@ -31,8 +31,8 @@ def values(records: RecordSet) -> dict[str, Any]:
     for row in records.rows("ablation"):
         point = paper.ABLATION.get((get_text(row, "parameter"), get_number(row, "value") or 0.0))
         printed = paper.beside(row, point)
-        if point is not None and point.milliseconds is not None:
-            printed["paper_microseconds_per_instance"] = 1000 * point.milliseconds
+        if "paper_milliseconds" in printed:
+            printed["paper_microseconds_per_instance"] = 1000 * printed["paper_milliseconds"]
         rows.append(printed)
     lookahead = {row["value"]: row for row in rows if row["parameter"] == "lookahead"}
     return {"dataset": _dataset(records), "lookahead": {1: {}, 2: {}} | lookahead, "rows": rows}

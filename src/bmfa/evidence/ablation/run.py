@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -100,7 +101,19 @@ def run(
         ('epsilon', 0.01)
     """
     check_mode(mode)
-    planned = _plan(epsilons, depths, grids, lookaheads)
+    given: dict[str, Sequence[Any]] = {
+        "epsilon": epsilons,
+        "depth": depths,
+        "grid": grids,
+        "lookahead": lookaheads,
+    }
+    planned: list[tuple[str, float, Setting]] = [
+        (name, value, Setting(**{name: value}))
+        for name, values in given.items()
+        for value in values
+    ]
+    if not planned:
+        raise ValueError("no parameter has a value; pass epsilons, depths, grids or lookaheads")
     grids_read = list(dict.fromkeys(setting.grid for _, _, setting in planned))
     ProbeSettings(1, image_size)  # raises if the size is not valid
     if image_size % (step := math.lcm(*grids_read)):
@@ -109,7 +122,7 @@ def run(
             f"{', '.join(map(str, sorted(grids_read)))} cells do not all divide; "
             f"pass {multiples(image_size, step)}"
         )
-    measured: dict[Setting, Row] = {}
+    measured: dict[Setting, Row] = {}  # equal settings are measured once
     for number, side in enumerate(grids_read):
         tally = Tally()
         blocks = probe_blocks(
@@ -128,10 +141,7 @@ def run(
     settings = {
         "dataset": dataset,
         "mode": mode,
-        "epsilons": list(epsilons),
-        "depths": list(depths),
-        "grids": list(grids),
-        "lookaheads": list(lookaheads),
+        **{f"{name}s": list(values) for name, values in given.items()},
         "image_size": image_size,
         "tau": TAU,
         "repeats": REPEATS,
@@ -143,23 +153,6 @@ def run(
     }
     rows = [{"parameter": name, "value": v, **measured[setting]} for name, v, setting in planned]
     return Record("ablation", settings, rows)
-
-
-def _plan(
-    epsilons: Sequence[float],
-    depths: Sequence[int],
-    grids: Sequence[int],
-    lookaheads: Sequence[int],
-) -> list[tuple[str, float, Setting]]:
-    """Return parameter, value and setting of every row; equal settings are measured once."""
-    planned: list[tuple[str, float, Setting]] = []
-    planned += [("epsilon", value, Setting(epsilon=value)) for value in epsilons]
-    planned += [("depth", value, Setting(depth=value)) for value in depths]
-    planned += [("grid", value, Setting(grid=value)) for value in grids]
-    planned += [("lookahead", value, Setting(lookahead=value)) for value in lookaheads]
-    if not planned:
-        raise ValueError("no parameter has a value; pass epsilons, depths, grids or lookaheads")
-    return planned
 
 
 def _part_of(progress: Progress, reading: int, readings: int) -> Progress:

@@ -24,14 +24,6 @@ RULES: dict[str, tuple[str, float, float, float]] = {
 # The two rules that are compared first: those of the chapters on images.
 FIRST_RULES = ("gamma:0.05", "optimal:0.002")
 SCRIPTS = ("trees.js", "explorer.js")
-TOY = (
-    "The embedded toy model saw this image: a small model, trained on drawn images like this one so "
-    "that everything here works without a download."
-)
-TOY_ELSEWHERE = (
-    "The embedded toy model saw this image. It was trained on drawn images only, so what it attends "
-    "to here says nothing about real models; pass --model and --weights for one of yours."
-)
 
 
 def build_explorer(exploration: Exploration, report: str | None = None) -> str:
@@ -56,10 +48,15 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page: str = template.render(
         exploration=exploration,
-        toy=TOY if exploration.drawn else TOY_ELSEWHERE,
-        numbers=_numbers(exploration),
+        rounding=rounded_up(max(row["rounding"] for row in exploration.record.rows)),
         report=report,
-        data=_data(exploration),
+        data={
+            "image": exploration.image,
+            "start": exploration.start,
+            "first_rules": FIRST_RULES,
+            "rules": [_describe_rule(name) for name in RULES],
+            "layers": [layer.to_json() for layer in exploration.layers],
+        },
         script=script,
         script_hash=f"'sha256-{digest}'",
         style=plots.STYLE_SHEET + _read("explorer.css"),
@@ -69,17 +66,6 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
 
 def _read(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
-def _data(exploration: Exploration) -> dict[str, Any]:
-    """What the script reads."""
-    return {
-        "image": exploration.image,
-        "start": exploration.start,
-        "first_rules": FIRST_RULES,
-        "rules": [_describe_rule(name) for name in RULES],
-        "layers": [layer.to_json() for layer in exploration.layers],
-    }
 
 
 def _describe_rule(name: str) -> dict[str, Any]:
@@ -95,19 +81,3 @@ def _describe_rule(name: str) -> dict[str, Any]:
         "most": most,
         "first": first,
     }
-
-
-def _numbers(exploration: Exploration) -> str:
-    """How the numbers of the page are rounded, and which layers it has."""
-    rounding = max(head.rounding for layer in exploration.layers for head in layer.heads)
-    shown = [layer.layer for layer in exploration.layers]
-    layers = (
-        "all layers"
-        if len(shown) == exploration.depth
-        else f"{len(shown)} of {exploration.depth} layers"
-    )
-    return (
-        f"queries and keys of {layers} in 16 bits, which changes no score by more than "
-        f"{rounded_up(rounding)}; "
-        "scores, trees and attention are computed from them in float64"
-    )

@@ -12,13 +12,12 @@ from torch import Tensor
 from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
 from bmfa.evidence.explorer.packing import PackedHead, pack_head, query_slices
-from bmfa.evidence.images.thumbnails import jpeg_uri
-from bmfa.evidence.model_methods import applied
+from bmfa.evidence.images.thumbnails import jpeg_uri, seen_image
+from bmfa.evidence.model_methods import applied, class_name, predicted_class
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, layer_indices, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
 
@@ -65,27 +64,15 @@ class ExploredLayer:
     def rows(self) -> list[Row]:
         """Return a row for each head, with the gap of one leaf over the spatial keys of its queries."""
         valid = None if self.valid is None else torch.from_numpy(self.valid)
-        rows = []
+        rows: list[Row] = []
         for index, head in enumerate(self.heads):
-            gaps = torch.cat(
-                [
-                    gap(torch.from_numpy(head.scores(part)[:, self.prefix :]), valid=valid)
-                    for part in query_slices(len(head.q), len(head.k))
-                ]
-            )
-            rows.append(
-                {
-                    "layer": self.layer,
-                    "head": index,
-                    "height": self.grid.height,
-                    "width": self.grid.width,
-                    "prefix": self.prefix,
-                    "dim": int(head.q.shape[1]),
-                    "mean_gap": float(gaps.numpy().mean()),
-                    "max_gap": float(gaps.max()),
-                    "rounding": head.rounding,
-                }
-            )
+            parts = (head.scores(part) for part in query_slices(len(head.q), len(head.k)))
+            spatial = (torch.from_numpy(part[:, self.prefix :]) for part in parts)
+            gaps = torch.cat([gap(scores, valid=valid) for scores in spatial])
+            row: Row = {"layer": self.layer, "head": index}
+            row |= {"height": self.grid.height, "width": self.grid.width, "prefix": self.prefix}
+            row |= {"dim": int(head.q.shape[1]), "mean_gap": float(gaps.numpy().mean())}
+            rows.append({**row, "max_gap": float(gaps.max()), "rounding": head.rounding})
         return rows
 
 
@@ -168,7 +155,7 @@ def run(
             f"{model.name} has no layer to explore: {left_out[0]}; choose other layers, or a model "
             "whose layers attend over one grid"
         )
-    label = image.label_name or ("" if image.label is None else _class_name(model, image.label))
+    label = image.label_name or ("" if image.label is None else class_name(model, image.label))
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -272,30 +259,16 @@ def _start(layer: ExploredLayer) -> dict[str, int]:
 def _prediction(model: LoadedModel, pixels: Tensor) -> str:
     """Return the predicted class with its probability; empty if the model is not a classifier."""
     try:
-        logits = model.logits(pixels)
+        name, percent = predicted_class(model, model.logits(pixels))
     except TypeError:
         return ""
-    shares = logits[0].double().softmax(-1)
-    index = int(shares.argmax())
-    return f"{_class_name(model, index)} ({100 * float(shares[index]):.1f} %)"
-
-
-def _class_name(model: LoadedModel, index: int) -> str:
-    names = model.classes or ()
-    return names[index] if index < len(names) else f"class {index}"
+    return f"{name} ({percent:.1f} %)"
 
 
 def _image_uri(model: LoadedModel, image: LabelledImage) -> str:
     """Return the image with the crop of the model, at a higher resolution if the file has it."""
-    preprocess, (height, width) = model.preprocess, model.preprocess.size
-    enlarged = min(
-        IMAGE_SIDE / max(height, width),
-        image.pixels.shape[0] / height,
-        image.pixels.shape[1] / width,
-    )
-    factor = max(1, int(enlarged))
-    preprocess = replace(preprocess, size=(height * factor, width * factor))
-    mean, std = (np.asarray(v, np.float32) for v in (preprocess.mean, preprocess.std))
-    colours = preprocess(image.pixels).numpy().transpose(1, 2, 0) * std + mean
-    eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
-    return jpeg_uri(load_package("PIL.Image").fromarray(eight_bits), IMAGE_BYTES)
+    height, width = model.preprocess.size
+    rows, columns, _ = image.pixels.shape
+    factor = max(1, min(IMAGE_SIDE // max(height, width), rows // height, columns // width))
+    preprocess = replace(model.preprocess, size=(height * factor, width * factor))
+    return jpeg_uri(seen_image(preprocess, preprocess(image.pixels)), IMAGE_BYTES)

@@ -3,17 +3,12 @@
 Two trees are compared at equal leaves: the other rule has no more leaves than the rule that fails.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bmfa.checks import check_integer
-from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceSource, ProbeBlock, ProbeSettings
+from bmfa.data import EmbeddedObjects, EmbeddedScenes, ProbeSettings
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES
 from bmfa.data.instances import Tally
 from bmfa.data.probes import Mode, probe_block
@@ -21,7 +16,7 @@ from bmfa.energy import gap
 from bmfa.evidence.failures.fields import FIELDS, SIDE, draw_field
 from bmfa.evidence.images.thumbnails import crop_uri
 from bmfa.evidence.methods import family
-from bmfa.evidence.score_methods import estimate_all
+from bmfa.evidence.score_methods import estimate_all, tree_columns
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
@@ -97,14 +92,12 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
         >>> [row["method"] for row in record.rows if row["rule"] == "optimal"][1]
         'fixed-blocks:5'
     """
-    check_integer("fields", fields, low=1)
-    check_integer("poses", poses, low=1)
-    check_integer("scenes", scenes, low=1)
-    pool = _pool(fields, poses, scenes, seed)
-    table = _Table(pool.scores, seed)
+    for name, value in (("fields", fields), ("poses", poses), ("scenes", scenes)):
+        check_integer(name, value, low=1)
+    pool = _Pool(fields, poses, scenes, seed)
     taken: list[int] = []  # rows of the pool, so that no rule is shown on the field of another
-    rows = [row for rule in SETTINGS for row in _failure(pool, table, rule, taken, seed)]
-    rows += _summaries(pool, table)
+    rows = [row for rule in SETTINGS for row in _failure(pool, rule, taken)]
+    rows += _summaries(pool)
     settings = {
         "dataset": "embedded",
         "grid": [SIDE, SIDE],
@@ -114,7 +107,7 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
         "poses": poses,
         "scenes": scenes,
         "searched": len(pool.scores),
-        "settings": len(table.names),
+        "settings": len(pool.names),
         "least_leaves": LEAST_LEAVES,
         "most_leaves": MOST_LEAVES,
         "clearly_less": CLEARLY_LESS,
@@ -125,53 +118,37 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
     return Record("failures", settings, rows, environment("cpu"))
 
 
-@dataclass(frozen=True)
 class _Pool:
-    """Everything that is searched.
+    """The images and fields that are searched (rows), and every setting of every rule (columns).
 
-    Args:
-        scores: (count, 256) float64.
-        titles: What each field or image shows.
-        probes: Source, block and index in it of every image, the first of `scores`.
+    Attributes:
+        scores: (count, 256) float64, those of images first.
+        titles: What each image or field shows.
+        probes: Source, block and index in it of every image.
+        names: The rules with their settings, and the two summaries.
+        error: (count, names) E of every setting, leaves their leaves.
     """
 
-    scores: Tensor
-    titles: Sequence[str]
-    probes: Sequence[tuple[InstanceSource, ProbeBlock, int]]
-
-    @property
-    def images(self) -> int:
-        return len(self.probes)
-
-
-def _pool(fields: int, poses: int, scenes: int, seed: int) -> _Pool:
-    sources = (EmbeddedObjects(poses, seed), EmbeddedScenes(scenes, seed))
-    blocks = [
-        (source, block)
-        for source in sources
-        if (block := probe_block(source.instances(), ProbeSettings(SIDE), Tally())) is not None
-    ]
-    drawn = [draw_field(kind, seed, index) for kind in FIELDS for index in range(fields)]
-    scores = [*(block.scores(MODE) for _, block in blocks), np.stack(drawn).reshape(-1, GRID.size)]
-    titles = [
-        name if name in OBJECT_CATEGORIES else f"{name} object"
-        for _, block in blocks
-        for name in block.category
-    ]
-    titles += [kind for kind in FIELDS for _ in range(fields)]
-    # Rounded as in the record, so that the record alone gives the same trees.
-    rounded = torch.from_numpy(np.concatenate(scores)).round(decimals=DIGITS)
-    probes = [(source, block, i) for source, block in blocks for i in range(len(block))]
-    return _Pool(rounded, titles, probes)
-
-
-class _Table:
-    """Error and leaves of every setting (columns) on everything that is searched (rows)."""
-
-    def __init__(self, scores: Tensor, seed: int) -> None:
+    def __init__(self, fields: int, poses: int, scenes: int, seed: int) -> None:
+        blocks = [
+            (source, block)
+            for source in (EmbeddedObjects(poses, seed), EmbeddedScenes(scenes, seed))
+            if (block := probe_block(source.instances(), ProbeSettings(SIDE), Tally())) is not None
+        ]
+        drawn = [
+            draw_field(kind, seed, index).ravel() for kind in FIELDS for index in range(fields)
+        ]
+        scores = np.concatenate([*(block.scores(MODE) for _, block in blocks), np.stack(drawn)])
+        # Rounded as in the record, so that the record alone gives the same trees.
+        self.scores = torch.from_numpy(scores).round(decimals=DIGITS)
+        categories = [name for _, block in blocks for name in block.category]
+        self.titles = [n if n in OBJECT_CATEGORIES else f"{n} object" for n in categories]
+        self.titles += [kind for kind in FIELDS for _ in range(fields)]
+        self.probes = [(source, block, i) for source, block in blocks for i in range(len(block))]
+        self.images, self.seed = len(self.probes), seed
         rules = [f"{rule}:{value:g}" for rule, values in SETTINGS.items() for value in values]
         self.names = [*rules, MEAN, CORRECTED_MEAN]
-        found = estimate_all(self.names, scores, GRID, seed=seed)
+        found = estimate_all(self.names, self.scores, GRID, seed=seed)
         self.error = torch.stack([one.gap for one in found], 1).numpy()
         leaves = torch.stack([one.leaf_percent for one in found], 1) * (GRID.size / 100)
         self.leaves = leaves.round().long().numpy()
@@ -179,8 +156,37 @@ class _Table:
     def columns(self, *rules: str) -> NDArray[np.int64]:
         return np.flatnonzero([family(name) in rules for name in self.names])
 
+    def rows(self, index: int, rule: str, methods: dict[str, str]) -> list[Row]:
+        """Return the rows of one rule on one image or field, of a method for each role."""
+        scores = self.scores[index]
+        shared: Row = {
+            "rule": rule,
+            "title": self.titles[index],
+            "source": "image" if index < self.images else "field",
+            "height": SIDE,
+            "width": SIDE,
+            "scores": [round(score, DIGITS) for score in scores.tolist()],
+            "gap": float(gap(scores)),
+        }
+        if index < self.images:
+            shared["image"] = crop_uri(*self.probes[index], IMAGE_BYTES)
+        return [
+            {**shared, "role": role, "method": name, **self._result(index, name)}
+            for role, name in methods.items()
+        ]
 
-def _failure(pool: _Pool, table: _Table, rule: str, taken: list[int], seed: int) -> list[Row]:
+    def _result(self, index: int, name: str) -> Row:
+        if name in (MEAN, CORRECTED_MEAN):
+            error = float(self.error[index, self.names.index(name)])
+            whole = {"boxes": [[0, 0, SIDE, SIDE]], "error": error, "leaves": 1}
+            return {**whole, "leaf_percent": 100 / GRID.size}
+        # Random rules draw one coin for every row of a batch, so all rows of the pool are screened.
+        drawn, scores = family(name) == "random-quadrants", self.scores[index]
+        trees = screen(self.scores if drawn else scores[None], GRID, parse(name, self.seed))
+        return tree_columns(trees[index if drawn else 0], scores)
+
+
+def _failure(pool: _Pool, rule: str, taken: list[int]) -> list[Row]:
     """Return the rows of one rule: its tree, that of the other rule, and the optimal one.
 
     Its row of the pool is added to `taken`.
@@ -189,10 +195,10 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: list[int], seed: int)
     # A rule that is better by chance explains nothing.
     excluded = (rule, "optimal", "random-quadrants")
     others = [other for other in SETTINGS if other not in excluded and READS[other] <= allowed]
-    columns, rivals = table.columns(rule), table.columns(*others)
-    error, leaves = table.error[:, columns], table.leaves[:, columns]  # (rows, settings)
-    affordable = table.leaves[:, None, rivals] <= leaves[:, :, None]
-    rival_errors = np.where(affordable, table.error[:, None, rivals], np.inf)
+    columns, rivals = pool.columns(rule), pool.columns(*others)
+    error, leaves = pool.error[:, columns], pool.leaves[:, columns]  # (rows, settings)
+    affordable = pool.leaves[:, None, rivals] <= leaves[:, :, None]
+    rival_errors = np.where(affordable, pool.error[:, None, rivals], np.inf)
     margin = error - rival_errors.min(2)
     margin[(leaves < LEAST_LEAVES) | (leaves > MOST_LEAVES)] = -np.inf
     margin[rival_errors.min(2) > CLEARLY_LESS * error] = -np.inf
@@ -207,63 +213,20 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: list[int], seed: int)
         return []
     taken.append(int(row))
     better = rivals[rival_errors[row, fails].argmin()]
-    names = {"fails": table.names[columns[fails]], "better": table.names[better]}
+    names = {"fails": pool.names[columns[fails]], "better": pool.names[better]}
     if rule != "optimal":
         names["optimal"] = f"optimal-leaves:{leaves[row, fails]}"
-    # Random rules draw one coin for every row of a batch, so all rows of the pool are screened.
-    shared, scores = _shared(pool, int(row), rule), pool.scores[row]
-    rows = []
-    for role, name in names.items():
-        drawn = family(name) == "random-quadrants"
-        tree = screen(pool.scores if drawn else scores[None], GRID, parse(name, seed))
-        tree = tree[int(row) if drawn else 0]
-        result: Row = {
-            "role": role,
-            "method": name,
-            "boxes": tree.leaf_boxes.tolist(),
-            "error": float(tree.error(scores)),
-            "leaves": int(tree.leaf_count),
-            "leaf_percent": 100 * float(tree.leaf_ratio),
-        }
-        rows.append(shared | result)
-    return rows
+    return pool.rows(int(row), rule, names)
 
 
-def _summaries(pool: _Pool, table: _Table) -> list[Row]:
+def _summaries(pool: _Pool) -> list[Row]:
     """Return rows for the two summaries of one leaf: where one is nearer to F than the other."""
-    mean, corrected = (int(table.columns(name)[0]) for name in (MEAN, CORRECTED_MEAN))
-    size = np.abs(table.error)
     rows = []
-    for fails, better in ((mean, corrected), (corrected, mean)):
-        chosen = int((size[:, fails] - size[:, better])[: pool.images].argmax())
-        if size[chosen, fails] <= size[chosen, better]:
-            chosen = int((size[:, fails] - size[:, better]).argmax())
-        shared = _shared(pool, chosen, table.names[fails])
-        for role, column in (("fails", fails), ("better", better)):
-            result: Row = {
-                "role": role,
-                "method": table.names[column],
-                "boxes": [[0, 0, SIDE, SIDE]],
-                "error": float(table.error[chosen, column]),
-                "leaves": 1,
-                "leaf_percent": 100 / GRID.size,
-            }
-            rows.append(shared | result)
+    for fails, better in ((MEAN, CORRECTED_MEAN), (CORRECTED_MEAN, MEAN)):
+        size = {name: np.abs(pool.error[:, pool.names.index(name)]) for name in (fails, better)}
+        margin = size[fails] - size[better]
+        chosen = int(margin[: pool.images].argmax())
+        if margin[chosen] <= 0:
+            chosen = int(margin.argmax())
+        rows += pool.rows(chosen, fails, {"fails": fails, "better": better})
     return rows
-
-
-def _shared(pool: _Pool, index: int, rule: str) -> Row:
-    """Return the columns that the rows of one rule share."""
-    scores = pool.scores[index]
-    row: dict[str, Any] = {
-        "rule": rule,
-        "title": pool.titles[index],
-        "source": "image" if index < pool.images else "field",
-        "height": SIDE,
-        "width": SIDE,
-        "scores": [round(score, DIGITS) for score in scores.tolist()],
-        "gap": float(gap(scores)),
-    }
-    if index < pool.images:
-        row["image"] = crop_uri(*pool.probes[index], IMAGE_BYTES)
-    return row

@@ -25,11 +25,11 @@ from bmfa.evidence.probes.measure import (
 )
 from bmfa.evidence.probes.run import check_probe
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.score_methods import tree_columns
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
 from bmfa.trees.rules import parse
-from bmfa.trees.tree import Tree
 
 # Algorithm 1 at the threshold of the paper's overview figure, and the optimal tree at a price of
 # half a percent of the mass for each leaf.
@@ -112,7 +112,7 @@ def run(
         if images:
             case["image"] = crop_uri(source, probes, index, IMAGE_BYTES)
         rows += [
-            case | {"method": name} | _result(tree[number], scores[index])
+            case | {"method": name} | tree_columns(tree[number], scores[index])
             for name, tree in trees.items()
         ]
     recorded = {
@@ -176,15 +176,9 @@ def blocks(*, images: int = 24, seed: int = 0) -> Record:
         row |= {"scene": scene, "scene_box": [round(edge / side, 5) for edge in box]}
         row |= {"image": square_uri(pixels, box, IMAGE_BYTES), "method": BLOCKS_METHOD}
         row |= _score_columns(probes, scores, measured, index)
-        rows.append(row | _result(tree[number], scores[index]))
-    recorded = {
-        "dataset": "embedded",
-        "images": images,
-        "seed": seed,
-        "tau": TAU,
-        "protocol": PROTOCOL,
-    }
-    return Record("blocks", recorded, rows, environment("cpu"))
+        rows.append(row | tree_columns(tree[number], scores[index]))
+    recorded = {"dataset": "embedded", "images": images, "seed": seed, "tau": TAU}
+    return Record("blocks", {**recorded, "protocol": PROTOCOL}, rows, environment("cpu"))
 
 
 def _read_probes(
@@ -262,15 +256,6 @@ def _ranges(probes: ProbeBlock, measured: dict[str, Tensor], category: str) -> R
         values = measured[name][members].double()
         row |= {f"{short}_low": float(values.min()), f"{short}_high": float(values.max())}
     return row
-
-
-def _result(tree: Tree, scores: Tensor) -> Row:
-    return {
-        "boxes": tree.leaf_boxes.tolist(),
-        "error": float(tree.error(scores)),
-        "leaves": int(tree.leaf_count),
-        "leaf_percent": 100 * float(tree.leaf_ratio),
-    }
 
 
 def _grid(probes: ProbeBlock) -> Grid:

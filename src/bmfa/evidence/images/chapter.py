@@ -43,32 +43,22 @@ def _table(records: RecordSet) -> list[Row]:
     rows: list[Row] = []
     for row in _algorithm_1(records):
         name = source(get_text(row, "dataset"))
-        low, high = (format_number(get_number(row, key)) for key in ("gap_low", "gap_high"))
-        rows.append(
-            {
-                **row,
-                "name": f"{name[:1].upper()}{name[1:]}: {get_text(row, 'title')}",
-                "leaves": f"{len(row['boxes'])} of {len(row['scores'])}",
-                "gaps": None if "gap_low" not in row else f"{low} to {high}",
-            }
-        )
+        gaps = [format_number(row[key]) for key in ("gap_low", "gap_high") if key in row]
+        row = {**row, "name": f"{name[:1].upper()}{name[1:]}: {get_text(row, 'title')}"}
+        leaves = f"{len(row['boxes'])} of {len(row['scores'])}"
+        rows.append({**row, "leaves": leaves, "gaps": " to ".join(gaps) or None})
     for row in records.rows("blocks"):
         rows.append({**row, "name": f"Drawn: {get_text(row, 'title').lower()}", "leaves": None})
+    measures = ("name", "minority_area_percent", "gibbs_mass_percent", "gap")
     for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
-        rows.append(
-            {
-                "name": f"Paper: first figure, {which} block",
-                "minority_area_percent": block.area_percent,
-                "gibbs_mass_percent": block.mass_percent,
-                "gap": block.gap,
-            }
-        )
-    areas, gaps = ("{} to {}".format(*pair) for pair in (paper.CASE_AREAS, paper.CASE_GAPS))
-    mass = f"over {paper.CASE_MASS:g}"
-    four = {"minority_area_percent": areas, "gibbs_mass_percent": mass, "gap": gaps}
-    rows.append({"name": "Paper: four cases", **four})
+        name = f"Paper: first figure, {which} block"
+        numbers = (name, block.area_percent, block.mass_percent, block.gap)
+        rows.append(dict(zip(measures, numbers, strict=True)))
+    areas, gap = ("{} to {}".format(*pair) for pair in (paper.CASE_AREAS, paper.CASE_GAPS))
+    four = ("Paper: four cases", areas, f"over {paper.CASE_MASS:g}", gap)
     leaves = f"{paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
-    return [*rows, {"name": "Paper: overview, a kite", "leaves": leaves}]
+    kite = {"name": "Paper: overview, a kite", "leaves": leaves}
+    return [*rows, dict(zip(measures, four, strict=True)), kite]
 
 
 def _algorithm_1(records: RecordSet) -> list[Row]:

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from bmfa.data.drawn.badges import BADGE_CLASSES
-from bmfa.energy import gap
 from bmfa.evidence.methods import family
 from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs
@@ -26,12 +24,11 @@ from bmfa.evidence.page.panels import (
     overlay,
     photograph,
     photograph_panel,
-    read_boxes,
     read_grid,
     tree_panel,
     values_panel,
 )
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
+from bmfa.evidence.page.record_set import RecordSet, get_points, get_text
 from bmfa.records import Row
 
 if TYPE_CHECKING:
@@ -75,27 +72,25 @@ def _draw_scene(rows: Sequence[Row], axes: "Axes") -> None:
 def _block_panels(row: Row, number: int) -> list[Panel]:
     scores, printed = read_grid(row, "scores"), paper.FIRST_FIGURE[number]
     mean = {"boxes": [[0, 0, *scores.shape]]}
-    loss = [f"loses {_gap_of_mean(scores):.3f}", f"paper {printed.gap:.3f}"]
-    leaves = f"{len(row['boxes'])} of {scores.size} leaves"
-    residual = f"loses {get_number(row, 'error') or 0.0:.3f}"
+    loss = [f"loses {row['gap']:.3f}", f"paper {printed.gap:.3f}"]
+    residual = [f"loses {row['error']:.3f}", _leaves(row)]
     return [
         photograph_panel(row, f"Block {number + 1}"),
         values_panel(scores, "Its scores"),
         Panel("Bright part", partial(_draw_shares, row, printed)),
         tree_panel(mean, scores, "Its mean", loss),
-        tree_panel(row, scores, "Algorithm 1", [residual, leaves]),
+        tree_panel(row, scores, "Algorithm 1", residual),
     ]
 
 
-def _draw_shares(row: Row, printed: paper.FigureBlock, axes: "Axes") -> None:
+def _draw_shares(row: Row, printed: SimpleNamespace, axes: "Axes") -> None:
     """Draw the minority's shares of area and mass as bars, the paper's as marks on them."""
     axes.set(xlim=(0, 100), ylim=(2, 0))
     shares = (
-        ("of the area", "minority_area_percent", printed.area_percent),
-        ("of the mass", "gibbs_mass_percent", printed.mass_percent),
+        ("of the area", row["minority_area_percent"], printed.area_percent),
+        ("of the mass", row["gibbs_mass_percent"], printed.mass_percent),
     )
-    for top, (label, column, theirs) in enumerate(shares):
-        share = get_number(row, column) or 0.0
+    for top, (label, share, theirs) in enumerate(shares):
         axes.text(0, top + 0.2, f"{share:.1f} %")
         axes.text(0, top + 0.48, label, fontsize=plots.SMALL, color=plots.LIGHT["muted"])
         axes.barh(top + 0.68, 100, 0.18, color=plots.LIGHT["grid"])
@@ -107,18 +102,11 @@ def _draw_shares(row: Row, printed: paper.FigureBlock, axes: "Axes") -> None:
 @plots.figure("pipeline", "cases")
 def pipeline(records: RecordSet, narrow: bool) -> "Drawing":
     """From an image to its scores, its tree, and agreement with the full model over leaf ratio."""
-    instances = group(records.rows("cases"), "dataset", "title")
-    kites = [rows for rows in instances if get_text(rows[0], "category") == "kite"]
-    rows = (kites or instances)[0]
-    scores = read_grid(rows[0], "scores")
-    tree = next((row for row in rows if family(get_text(row, "method")) == "gamma"), rows[0])
-    leaves = f"{len(tree['boxes'])} of {scores.size} leaves"
-    printed = f"paper: {paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
-    panels = [
-        *([photograph_panel(rows[0])] if get_text(rows[0], "image") else []),
-        values_panel(scores),
-        tree_panel(tree, scores, "Algorithm 1", [leaves, printed]),
-    ]
+    # The first kite, or the first instance, by the first method, which is Algorithm 1.
+    row = min(records.rows("cases"), key=lambda row: row["category"] != "kite")
+    leaves = [_leaves(row), f"paper: {paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"]
+    panels = _instance_panels([row])
+    panels[-1] = tree_panel(row, read_grid(row, "scores"), "Algorithm 1", leaves)
     runs = sorted(closed_loop_runs(records), key=lambda run: not run.is_papers_model)
     if runs:
         axes = ["agreement with the full model, %,", "against the leaf ratio, %"]
@@ -134,26 +122,26 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
     """Draw agreement over leaf ratio, ours and the paper's."""
     plot = axes.inset_axes((0.12, 0.36, 0.88, 0.64))
     printed = [
-        {"method": name, **vars(point)}
+        (point.leaf_percent, point.agreement_percent, STRATEGIES[family(name)])
         for name, point in paper.CLOSED_LOOP.items()
         if family(name) in STRATEGIES
     ]
-    shown = [name for name in (*STRATEGIES, "optimal") if name in run.families]
-    rows = [*printed, *(row for name in shown for row in run.families.get(name, ()))]
-    values = [get_number(row, "agreement_percent") or 0.0 for row in rows]
+    lines = {
+        name: get_points(run.families[name], "leaf_percent", "agreement_percent")
+        for name in (*STRATEGIES, "optimal")
+        if name in run.families
+    }
+    values = [y for line in lines.values() for _, y in line]
+    values += [y for _, y, _ in printed]
     plot.set(xlim=(0, 105), ylim=(10 * (min(values) // 10), 101))
     plots.set_ticks(plot.xaxis, [0, 25, 50, 75, 100])
-    for row in printed:
-        x, y = row["leaf_percent"], row["agreement_percent"]
+    for x, y, letter in printed:
         plots.draw_point(plot, paper.NAME, x, y)
-        plot.text(x, y, STRATEGIES[family(row["method"])], ha="center", va="center", fontsize=8)
-    for name in shown:
-        line = get_points(run.families.get(name, []), "leaf_percent", "agreement_percent")
+        plot.text(x, y, letter, ha="center", va="center", fontsize=8)
+    for name, line in lines.items():
         plots.draw_line(plot, name, line, label=name)
-    handles = plot.get_legend_handles_labels()
-    axes.legend(
-        *handles, loc="lower left", ncols=2, fontsize=10, columnspacing=0.8, handlelength=1.2
-    )
+    style: dict[str, Any] = {"ncols": 2, "fontsize": 10, "columnspacing": 0.8, "handlelength": 1.2}
+    axes.legend(*plot.get_legend_handles_labels(), loc="lower left", **style)
 
 
 @plots.figure("cases", "cases")
@@ -161,20 +149,20 @@ def cases(records: RecordSet, narrow: bool) -> "Drawing":
     """The paper's objects with their scores, and the trees of Algorithm 1 and of the optimal rule."""
     strips = []
     for rows in group(records.rows("cases"), "dataset", "title"):
-        scores = read_grid(rows[0], "scores")
-        trees = [row for row in rows if get_text(row, "method") != "block-mean"]
-        panels = [
-            *([photograph_panel(rows[0])] if get_text(rows[0], "image") else []),
-            values_panel(scores),
-            *(tree_panel(row, scores) for row in trees),
-        ]
-        notes = [*minority_shares(rows[0]), f"gap of the mean {_gap_of_mean(scores):.3f}"]
-        strips.append(Strip(panels, _title(rows[0]), [", ".join(notes)]))
+        notes = [*minority_shares(rows[0]), f"gap of the mean {rows[0]['gap']:.3f}"]
+        strips.append(Strip(_instance_panels(rows), _title(rows[0]), [", ".join(notes)]))
     return draw_strips(strips, narrow, max(len(strip.panels) for strip in strips), across=2)
 
 
-def _gap_of_mean(scores: plots.Array) -> float:
-    return float(gap(torch.from_numpy(scores.ravel())))
+def _instance_panels(rows: Sequence[Row]) -> list[Panel]:
+    """The image, if the record has it, the scores, and the tree of every method."""
+    scores = read_grid(rows[0], "scores")
+    image = [photograph_panel(rows[0])] if "image" in rows[0] else []
+    return [*image, values_panel(scores), *(tree_panel(row, scores) for row in rows)]
+
+
+def _leaves(row: Row) -> str:
+    return f"{len(row['boxes'])} of {len(row['scores'])} leaves"
 
 
 def _title(row: Row) -> str:
@@ -192,56 +180,70 @@ def attention_cases(records: RecordSet, narrow: bool) -> "Drawing":
     """Images with the attention of the class token, full and screened by several rules."""
     strips = []
     for rows in _queries(records):
-        full, screened, largest = _attention(rows)
-        first = rows[0]
+        first, largest = rows[0], _largest(rows)
         panels = [
             photograph_panel(first),
-            _attention_panel(first, full, largest, "Full attention", _predicted(first, "full")),
+            _attention_panel(
+                first, "attention", largest, "Full attention", [_class(first, "full")]
+            ),
         ]
-        for row, attention in zip(rows, screened, strict=True):
+        for row in rows:
             title = f"{method_title(row)} {get_text(row, 'method').partition(':')[2]}".strip()
-            error, leaf = get_number(row, "error") or 0.0, get_number(row, "leaf_percent") or 0.0
-            notes = [f"E {error:.3f} · {leaf:.1f} %", *_predicted(row, "screened")]
-            panels.append(_attention_panel(row, attention, largest, title, notes, tree=True))
-        loss = f"{_place(first)}, gap of one mean {get_number(first, 'gap') or 0.0:.2f}"
+            notes = [f"E {row['error']:.3f} · {row['leaf_percent']:.1f} %", _class(row, "screened")]
+            panels.append(_attention_panel(row, "screened_attention", largest, title, notes))
+        loss = f"{_place(first)}, gap of one mean {first['gap']:.2f}"
         strips.append(Strip(panels, _title(first), [loss]))
     columns = 3 if narrow else max(len(strip.panels) for strip in strips)
     return draw_strips(strips, narrow, columns)
 
 
-@plots.figure("screen", "image")
-def screen(records: RecordSet, narrow: bool) -> "Drawing":
+def _class(row: Row, which: str) -> str:
+    """The class that the full or the screened model predicts, and its probability."""
+    name = get_text(row, f"{which}_class").partition(",")[0]
+    return f"{shorten(name, 14, placeholder='…')} {row[f'{which}_class_percent']:.0f} %"
+
+
+def _draw_screen(records: RecordSet, narrow: bool) -> "Drawing":
     """An image with its tree, the attention of a query full and screened, and the difference."""
     strips = []
-    for rows in _queries(records):
-        for row in rows:
-            full, (screened,), largest = _attention([row])
-            source = "scores" if get_text(row, "certificate_from") == "scores" else "keys"
-            notes = [
-                f"{get_text(row, 'model')}, {_place(row)} · {get_text(row, 'method')}",
-                predicted_classes(row),
-                f"gap of one mean {_number(row, 'gap')} · E of the tree {_number(row, 'error', 4)} · "
-                f"certificate from {source} ≤ {_number(row, 'certificate', 4)} · "
-                f"leaf ratio {_number(row, 'leaf_percent', 1)} %",
-            ]
-            leaves = [f"{len(row['boxes'])} leaves of {full.size} tokens"]
-            moved = f"{_number(row, 'moved_percent', 2)} % of the mass moved"
-            panels = [
-                Panel("Tree over the image", partial(_draw_attention, row, None, True), leaves),
-                _attention_panel(row, full, largest, "Full attention", [_largest(full)]),
-                _attention_panel(
-                    row, screened, largest, "Screened attention", [_largest(screened)]
-                ),
-                Panel(
-                    "Screened − full",
-                    partial(_draw_difference, row, screened - full),
-                    [moved, "from blue to orange tokens"],
-                ),
-            ]
-            strips.append(
-                Strip(panels, shorten(get_text(row, "title"), 50, placeholder=" …"), notes)
-            )
+    for row in (row for rows in _queries(records) for row in rows):
+        full, screened = (read_grid(row, name) for name in ("attention", "screened_attention"))
+        largest = _largest([row])
+        leaves = [f"{len(row['boxes'])} leaves of {full.size} tokens"]
+        moved = [f"{row['moved_percent']:.2f} % of the mass moved", "from blue to orange tokens"]
+        panels = [
+            Panel("Tree over the image", partial(_draw_attention, row, None, True), leaves),
+            *(
+                _attention_panel(row, name, largest, title, [f"largest {100 * shown.max():.1f} %"])
+                for name, title, shown in (
+                    ("attention", "Full attention", full),
+                    ("screened_attention", "Screened attention", screened),
+                )
+            ),
+            Panel("Screened − full", partial(_draw_difference, row, screened - full), moved),
+        ]
+        title = shorten(get_text(row, "title"), 50, placeholder=" …")
+        strips.append(Strip(panels, title, _describe(row)))
     return draw_strips(strips, narrow, 2 if narrow else 4)
+
+
+# The figure of `bmfa screen`, which is not on the page.
+screen = plots.Figure("screen", str(_draw_screen.__doc__), ("image",), _draw_screen)
+
+
+def _describe(row: Row) -> list[str]:
+    """The view, the predicted classes and the errors of a tree in words."""
+    classes = {name: get_text(row, f"{name}_class") for name in ("full", "screened")}
+    predicted = [
+        f"{which}: {shorten(name, 40, placeholder=' …')} {row[f'{which}_class_percent']:.1f} %"
+        for which, name in classes.items()
+    ]
+    return [
+        f"{get_text(row, 'model')}, {_place(row)} · {get_text(row, 'method')}",
+        " · ".join(predicted),
+        f"gap of one mean {row['gap']:.3f} · E of the tree {row['error']:.4f} · certificate from "
+        f"{row['certificate_from']} ≤ {row['certificate']:.4f} · leaf ratio {row['leaf_percent']:.1f} %",
+    ]
 
 
 def _queries(records: RecordSet) -> list[list[Row]]:
@@ -249,35 +251,28 @@ def _queries(records: RecordSet) -> list[list[Row]]:
     return group(records.rows("image"), "model", "title", "layer", "head", "query")
 
 
-def _attention(rows: Sequence[Row]) -> tuple[plots.Array, list[plots.Array], float]:
-    """The full attention, the screened one of each row, and the largest weight of all."""
-    full = read_grid(rows[0], "attention")
-    screened = [read_grid(row, "screened_attention") for row in rows]
-    return full, screened, float(max(values.max() for values in (full, *screened)))
+def _largest(rows: Sequence[Row]) -> float:
+    """The largest weight of all."""
+    return float(max(max(row["attention"] + row["screened_attention"]) for row in rows))
 
 
 def _attention_panel(
-    row: Row,
-    attention: plots.Array,
-    largest: float,
-    title: str,
-    notes: Sequence[str],
-    tree: bool = False,
+    row: Row, column: str, largest: float, title: str, notes: Sequence[str]
 ) -> Panel:
     """Return a panel of the image, darkened where a token gets less than the largest weight."""
-    relative = np.clip(attention / (largest or 1.0), 0.0, 1.0)
-    return Panel(title, partial(_draw_attention, row, relative**BRIGHTNESS_EXPONENT, tree), notes)
+    relative = np.clip(read_grid(row, column) / (largest or 1.0), 0.0, 1.0)
+    brightness, tree = relative**BRIGHTNESS_EXPONENT, column == "screened_attention"
+    return Panel(title, partial(_draw_attention, row, brightness, tree), notes)
 
 
 def _draw_attention(row: Row, brightness: plots.Array | None, tree: bool, axes: "Axes") -> None:
     """Draw the image as bright as told, its leaves, and the query."""
     photograph(axes, get_text(row, "image"))
-    grid = (row["height"], row["width"])
     if brightness is not None:
         overlay(axes, OPACITY * (1 - brightness), plots.DARK)
     if tree:
         alpha = 0.9 if brightness is None else 0.5
-        outlines_on_photograph(axes, read_boxes(row, grid), grid, alpha=alpha)
+        outlines_on_photograph(axes, row["boxes"], (row["height"], row["width"]), alpha=alpha)
     _mark_query(row, axes)
 
 
@@ -303,32 +298,3 @@ def _place(row: Row) -> str:
     query = get_text(row, "query")
     name = "class token" if query == "class" else f"token {query}"
     return f"layer {get_text(row, 'layer')}, head {get_text(row, 'head')}, {name}"
-
-
-def _number(row: Row, column: str, decimals: int = 3) -> str:
-    value = get_number(row, column)
-    return "–" if value is None else f"{value:.{decimals}f}"
-
-
-def _largest(attention: plots.Array) -> str:
-    return f"largest {100 * attention.max():.1f} %"
-
-
-def _predicted(row: Row, which: str) -> list[str]:
-    """The class that the full or the screened model predicts, and its probability."""
-    percent = get_number(row, f"{which}_class_percent")
-    name = get_text(row, f"{which}_class").partition(",")[0]
-    return [] if percent is None else [f"{shorten(name, 14, placeholder='…')} {percent:.0f} %"]
-
-
-def predicted_classes(row: Row) -> str:
-    """Return the classes that the full and the screened model predict, "" if they are missing."""
-    classes = []
-    for which in ("full", "screened"):
-        name, percent = get_text(row, f"{which}_class"), get_number(row, f"{which}_class_percent")
-        if percent is None:
-            return ""
-        # ImageNet separates synonyms by commas; badges have commas, but no synonyms.
-        name = name if name in BADGE_CLASSES else name.partition(",")[0]
-        classes.append(f"{which}: {name} {percent:.1f} %")
-    return " · ".join(classes)

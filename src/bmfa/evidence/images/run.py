@@ -2,26 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from bmfa.attention.result import Screened
 from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
-from bmfa.evidence.images.thumbnails import jpeg_uri
+from bmfa.evidence.images.thumbnails import jpeg_uri, seen_image
 from bmfa.evidence.metrics import output_kl
-from bmfa.evidence.model_methods import Layers, applied
+from bmfa.evidence.model_methods import Layers, applied, class_name, predicted_class
 from bmfa.models import LoadedModel, layer_indices, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
 from bmfa.trees.certificates import exact_error
-from bmfa.trees.rules import Rule, parse
+from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
 
 DEFAULT_METHODS = ("optimal:0.002",)
@@ -108,13 +103,13 @@ def run(
         for image in images:
             pixels = model.preprocess(image.pixels)[None].to(device)
             full = model.logits(pixels)
-            uri = jpeg_uri(_to_image(model, pixels[0]), image_bytes)
+            uri = jpeg_uri(seen_image(model.preprocess, pixels[0]), image_bytes)
             for method in methods:
                 named = {"model": model.name, "title": image.name}
                 row = named | _row(model, pixels, full, method, view, layers, seed)
                 row["image"] = uri
                 if image.label is not None:
-                    row["label"] = image.label_name or _class_name(model, image.label)
+                    row["label"] = image.label_name or class_name(model, image.label)
                 rows.append(row)
     settings = {
         "model": model.name,
@@ -129,36 +124,6 @@ def run(
     return Record("image", settings, rows, environment(device))
 
 
-@dataclass(frozen=True, eq=False)
-class Query:
-    """One query of one head and all keys, in float64; q is multiplied by the scale."""
-
-    head: int
-    index: int
-    q: Tensor  # (1, 1, d)
-    keys: Tensor  # (1, prefix + N, d)
-    prefix: int
-
-    @classmethod
-    def from_layer(cls, call: LayerInputs, view: View) -> "Query":
-        """Choose the query, and the head, of a view."""
-        index, heads = _query_index(view, call), call.q.shape[1]
-        q, k = call.q[0].double() * call.scale, call.k[0].double()
-        if view.head is None:
-            scores = (q[:, index : index + 1] @ k.transpose(-2, -1))[:, 0]  # (heads, prefix + N)
-            head = int(gap(scores[:, call.prefix :]).argmax())
-        elif 0 <= view.head < heads:
-            head = view.head
-        else:
-            raise ValueError(f"head is {view.head}; layer {call.layer} has heads 0 to {heads - 1}")
-        return cls(head, index, q[head, index][None, None], k[head][None], call.prefix)
-
-    def certificate(self, tree: Tree) -> float:
-        """Return a proven bound on E, from the exact scores."""
-        spatial, before = self.keys[:, self.prefix :], self.keys[:, : self.prefix]
-        return float(exact_error(self.q, spatial, tree.flat(), before))
-
-
 def _row(
     model: LoadedModel,
     pixels: Tensor,
@@ -170,69 +135,63 @@ def _row(
 ) -> Row:
     """Return the row of one method; the layer that is shown has the inputs of the full model."""
     calls: list[tuple[LayerInputs, Tree]] = []
-
-    def keep(inputs: LayerInputs, screened: Screened) -> None:
-        calls.append((inputs, screened.tree))
-
     with (
         applied(model.model, method, [view.layer or 0], seed),
-        observe(model.model, keep),
+        observe(model.model, lambda inputs, screened: calls.append((inputs, screened.tree))),
     ):
         model.logits(pixels)
     with applied(model.model, method, layers, seed):
-        screened = model.logits(pixels)
+        moved = model.logits(pixels)
     call, trees = calls[-1]
-    query = Query.from_layer(call, view)
-    tree = trees[0, query.head, query.index : query.index + 1]
-    return {
-        "method": method,
-        "layer": call.layer,
-        "head": query.head,
-        "query": view.query,
-        "height": call.grid.height,
-        "width": call.grid.width,
-        **_attention(query, parse(method, seed), tree),
-        **_predictions(model, full, screened),
-    }
+    index, q, k = _query_index(view, call), call.q[0].double() * call.scale, call.k[0].double()
+    head = _head(view.head, q[:, index : index + 1], k, call)
+    row: Row = {"method": method, "layer": call.layer, "head": head, "query": view.query}
+    row |= {"height": call.grid.height, "width": call.grid.width}
+    tree = trees[0, head, index : index + 1]
+    row |= _attention(q[head, index][None, None], k[head][None], call.prefix, tree)
+    for name, logits in (("full", full), ("screened", moved)):
+        row[f"{name}_class"], row[f"{name}_class_percent"] = predicted_class(model, logits)
+    return row | {"output_kl": float(output_kl(full, moved))}
 
 
-def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
-    """Return both distributions over the spatial keys, the tree, E and its bound."""
-    scores = (query.q @ query.keys.transpose(-2, -1))[0, 0]  # (prefix + N,)
-    before, spatial = scores[: query.prefix], scores[query.prefix :]
+def _head(head: int | None, q: Tensor, k: Tensor, call: LayerInputs) -> int:
+    """Return the head to show, by default the one with the largest gap of its (heads, 1, d) query."""
+    if head is None:
+        scores = (q @ k.transpose(-2, -1))[:, 0]  # (heads, prefix + N)
+        return int(gap(scores[:, call.prefix :]).argmax())
+    if not 0 <= head < len(q):
+        raise ValueError(f"head is {head}; layer {call.layer} has heads 0 to {len(q) - 1}")
+    return head
+
+
+def _attention(q: Tensor, keys: Tensor, prefix: int, tree: Tree) -> Row:
+    """Return both distributions over the spatial keys, the tree, E and a proven bound on it.
+
+    Args:
+        q: (1, 1, d) query, multiplied by the scale.
+        keys: (1, prefix + N, d).
+        prefix: Number of keys before the spatial ones.
+        tree: The tree of the query.
+    """
+    scores = (q @ keys.transpose(-2, -1))[0, 0]  # (prefix + N,)
+    before, spatial = scores[:prefix], scores[prefix:]
     screened = torch.cat((before, tree.reconstruct(spatial[None])[0]))
     full, approximate = scores.softmax(-1), screened.softmax(-1)
     error = float(scores.logsumexp(-1) - screened.logsumexp(-1))
     return {
         "scores": _round(spatial),
-        "attention": _round(full[query.prefix :]),
-        "screened_attention": _round(approximate[query.prefix :]),
-        "prefix_percent": 100 * float(full[: query.prefix].sum()),
+        "attention": _round(full[prefix:]),
+        "screened_attention": _round(approximate[prefix:]),
+        "prefix_percent": 100 * float(full[:prefix].sum()),
         "boxes": tree[0].leaf_boxes.tolist(),
         "leaves": int(tree.leaf_count[0]),
         "leaf_percent": 100 * float(tree.leaf_ratio[0]),
         "gap": float(gap(spatial)),
         "error": max(error, 0.0),
-        "certificate": query.certificate(tree),
+        "certificate": float(exact_error(q, keys[:, prefix:], tree.flat(), keys[:, :prefix])),
         "certificate_from": "scores",
         "moved_percent": 50 * float((full - approximate).abs().sum()),
     }
-
-
-def _predictions(model: LoadedModel, full: Tensor, screened: Tensor) -> Row:
-    """Return the classes that the full and the screened model predict, and the KL of the outputs."""
-    row: Row = {}
-    for name, logits in (("full", full), ("screened", screened)):
-        shares = logits[0].double().log_softmax(-1).exp()
-        first = int(shares.argmax())
-        row |= {f"{name}_class": _class_name(model, first)}
-        row |= {f"{name}_class_percent": 100 * float(shares[first])}
-    return row | {"output_kl": float(output_kl(full, screened))}
-
-
-def _class_name(model: LoadedModel, index: int) -> str:
-    names = model.classes or ()
-    return names[index] if index < len(names) else f"class {index}"
 
 
 def _layer(layer: int | None, depth: int) -> int:
@@ -256,14 +215,6 @@ def _query_index(view: View, call: LayerInputs) -> int:
             f"{grid.height - 1}, columns 0 to {grid.width - 1}"
         )
     return call.prefix + row * grid.width + column
-
-
-def _to_image(model: LoadedModel, pixels: Tensor) -> Any:
-    """Return the image as the model sees it: resized, cropped, without the normalisation."""
-    mean, std = (np.asarray(v, np.float32) for v in (model.preprocess.mean, model.preprocess.std))
-    colours: NDArray[np.float32] = pixels.cpu().numpy().transpose(1, 2, 0) * std + mean
-    eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
-    return load_package("PIL.Image").fromarray(eight_bits)
 
 
 def _round(values: Tensor) -> list[float]:

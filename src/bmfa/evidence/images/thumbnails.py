@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bmfa.data import InstanceSource, ProbeBlock
 from bmfa.data.instances import InstanceImage, Tally
+from bmfa.models.preprocessing import Preprocessing
 from bmfa.packages import load_package
 
 QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
@@ -26,6 +28,14 @@ def jpeg_uri(image: Any, max_bytes: int) -> str:
         if len(data) <= max_bytes:
             break
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+
+
+def seen_image(preprocess: Preprocessing, pixels: Tensor) -> Any:
+    """Return preprocessed pixels as a Pillow image: resized, cropped, without the normalisation."""
+    mean, std = (np.asarray(v, np.float32) for v in (preprocess.mean, preprocess.std))
+    colours: NDArray[np.float32] = pixels.cpu().numpy().transpose(1, 2, 0) * std + mean
+    eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
+    return load_package("PIL.Image").fromarray(eight_bits)
 
 
 def square_uri(

@@ -12,9 +12,10 @@ from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
+from bmfa.evidence.images import figures as _  # noqa: F401 - draws what the chapters show
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import figures, paper
+from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
@@ -38,6 +39,7 @@ CHAPTERS = (
     *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
+FIGURES = plots.FIGURES  # those of all chapters
 # Values of rows that do not fit into a cell.
 LONG_VALUES = {"scores", "boxes", "image", "gap_quantiles", "attention", "screened_attention"}
 
@@ -98,18 +100,16 @@ def _templates() -> Any:
         undefined=jinja2.StrictUndefined,
     )
 
-    def formatter(form: Callable[..., str]) -> Callable[..., str]:
+    def or_dash(form: Callable[..., str]) -> Callable[..., str]:
         """Let a number that a record does not hold be a dash."""
-
-        def format_value(value: Any, *options: Any) -> str:
-            return form(None if isinstance(value, jinja2.Undefined) else value, *options)
-
-        return format_value
+        return lambda value, *options: form(
+            None if isinstance(value, jinja2.Undefined) else value, *options
+        )
 
     environment.filters |= {
-        "number": formatter(format_number),
-        "percent": formatter(format_percent),
-        "small": formatter(format_small),
+        "number": or_dash(format_number),
+        "percent": or_dash(format_percent),
+        "small": or_dash(format_small),
         "filled_keys": lambda rows: {key for row in rows for key in row if row[key] is not None},
         "with_paper": lambda rows, points: [
             paper.beside(row, points.get(get_text(row, "method"))) for row in rows
@@ -120,7 +120,7 @@ def _templates() -> Any:
         "recorded_sources": recorded_sources,
         "columns_of": _columns_of,
     }
-    environment.globals |= {"figures": figures.ALL, "paper": paper}
+    environment.globals |= {"figures": FIGURES, "paper": paper}
     return environment
 
 
@@ -146,25 +146,22 @@ def _methods(records: RecordSet) -> list[dict[str, Any]]:
     return [vars(m) for m in METHODS.values() if m.name in shown and m.kind != "full"]
 
 
-def _columns_of(rows: Sequence[Row]) -> list[tuple[str, str, int | str]]:
+def _columns_of(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """The columns of a table of all values of rows, for experiments without a chapter."""
-    columns: list[tuple[str, str, int | str]] = []
-    for key in dict.fromkeys(key for row in rows for key in row if key not in LONG_VALUES):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        form: int | str = "code" if key == "method" else "text"
-        if all(isinstance(value, int | float) for value in values):
-            form = 0 if all(isinstance(value, int) for value in values) else 3
-        columns.append((key, key.replace("_", " "), form))
-    return columns
+    keys = dict.fromkeys(key for row in rows for key in row if key not in LONG_VALUES)
+    forms = {"method": "code"}
+    return [(key, key.replace("_", " "), forms.get(key, "text")) for key in keys]
 
 
 def _environments(records: Sequence[Record]) -> list[tuple[str, Mapping[str, Any]]]:
     """Every environment with the experiments that ran in it."""
-    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
+    found: dict[str, list[Record]] = {}
     for record in records:
-        key = repr(sorted(record.environment.items(), key=str))
-        found.setdefault(key, ([], record.environment))[0].append(record.experiment)
-    return [(", ".join(dict.fromkeys(names)), environment) for names, environment in found.values()]
+        found.setdefault(repr(sorted(record.environment.items(), key=str)), []).append(record)
+    return [
+        (", ".join(dict.fromkeys(record.experiment for record in same)), same[0].environment)
+        for same in found.values()
+    ]
 
 
 def _describe_settings(settings: Mapping[str, Any]) -> str:

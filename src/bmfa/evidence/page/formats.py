@@ -14,7 +14,7 @@ def format_number(value: Any, decimals: int | None = 3) -> str:
 
     Args:
         value: a number; any other object is converted with `str`, None becomes a dash.
-        decimals: digits after the point; None for `str(value)`.
+        decimals: digits after the point; None for six significant digits at most.
 
     Returns:
         The text, with thousands separators and a true minus sign; halves are rounded up, as in print.
@@ -25,10 +25,10 @@ def format_number(value: Any, decimals: int | None = 3) -> str:
     """
     if value is None:
         return MISSING
-    if decimals is None or isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if not abs(value) < MAX_DECIMAL:
-        return f"{value:g}"
+    if decimals is None or not abs(value) < MAX_DECIMAL:
+        return f"{value:g}" if isinstance(value, float) else str(value)
     rounded = Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
     return f"{abs(rounded) if rounded == 0 else rounded:,f}".replace("-", "−")
 

@@ -1,8 +1,7 @@
 """Where the numbers of a record come from: drawn data, a recorded run, or data of the user."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from bmfa.evidence.page import paper
 from bmfa.records import Record
@@ -36,21 +35,6 @@ def origin(record: Record) -> str:
     return EMBEDDED if drawn else OWN
 
 
-def describe_origin(record: Record) -> str:
-    """Return the origin as a phrase; a recorded run has its machine and date.
-
-    Example:
-        >>> frame = {"device_name": "NVIDIA H200", "date": "2026-11-17"}
-        >>> describe_origin(mark_recorded(Record("evaluate", {}, [], frame)))
-        'recorded on NVIDIA H200 (2026-11-17)'
-    """
-    found = origin(record)
-    if found != RECORDED:
-        return found
-    machine, date = (record.environment.get(key) for key in ("device_name", "date"))
-    return f"{found} on {machine or 'another machine'}" + (f" ({date})" if date else "")
-
-
 # What replaces recorded data by a person's own, by the data set or the model of a record.
 REPLACED_BY = {
     "coco": "bmfa report --coco ANNOTATIONS IMAGES",
@@ -77,43 +61,46 @@ def describe_size(record: Record) -> str:
         >>> describe_size(Record("evaluate", {}, [{"images": 500}], {}))
         '500 images'
     """
-    settings, rows = record.settings, record.rows
-    if record.experiment == "synthetic":
-        return _plural(int(settings.get("settings", 0)), "setting")
-    if images := settings.get("images"):
-        number = images if isinstance(images, int) else len(images)
-        found = _largest(rows, "instances")
-        return f"{found:,} instances" if found else _plural(number, "image")
-    for column, noun in (("images", "image"), ("instances", "instance")):
-        if number := _largest(rows, column):
-            return _plural(number, noun)
+    named = record.settings.get("images", 0)
+    sizes = {
+        "setting": record.settings.get("settings", 0) * (record.experiment == "synthetic"),
+        "instance": _largest(record, "instances"),
+        "image": _largest(record, "images") or (named if isinstance(named, int) else len(named)),
+    }
+    for noun, number in sizes.items():
+        if number:
+            return f"{number:,} {noun}{'' if number == 1 else 's'}"
     return ""
 
 
 def describe_data(records: Iterable[Record]) -> str:
     """Return origin and size of each record, equal phrases once.
 
+    A recorded run has its machine and date.
+
     Example:
         >>> describe_data([Record("evaluate", {"model": "embedded"}, [{"images": 9}], {})])
         'embedded, 9 images'
+        >>> frame = {"device_name": "NVIDIA H200", "date": "2026-11-17"}
+        >>> describe_data([mark_recorded(Record("evaluate", {}, [], frame))])
+        'recorded on NVIDIA H200 (2026-11-17)'
     """
-    phrases = (
-        ", ".join(filter(None, (describe_origin(record), describe_size(record))))
-        for record in records
-    )
+    phrases = []
+    for record in records:
+        found = origin(record)
+        if found == RECORDED:
+            machine, date = (record.environment.get(key) for key in ("device_name", "date"))
+            found += f" on {machine or 'another machine'}" + (f" ({date})" if date else "")
+        phrases.append(", ".join(filter(None, (found, describe_size(record)))))
     return "; ".join(dict.fromkeys(phrases))
 
 
 def caption(title: str, record: Record) -> str:
     """Return a title with the size of a record, and with its origin if it came with the package."""
-    if origin(record) == RECORDED:
-        return f"{title}, {describe_data([record])}"
-    return ", ".join(filter(None, (title, describe_size(record))))
+    recorded = origin(record) == RECORDED
+    data = describe_data([record]) if recorded else describe_size(record)
+    return ", ".join(filter(None, (title, data)))
 
 
-def _largest(rows: Iterable[Mapping[str, Any]], column: str) -> int:
-    return max((v for row in rows if isinstance(v := row.get(column), int)), default=0)
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else ""
+def _largest(record: Record, column: str) -> int:
+    return max((v for row in record.rows if isinstance(v := row.get(column), int)), default=0)

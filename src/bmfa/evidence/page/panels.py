@@ -1,8 +1,8 @@
 """Strips of square panels: photographs, scores, attention, and the trees of methods over them."""
 
 import base64
-import binascii
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -12,7 +12,7 @@ import numpy as np
 
 from bmfa.evidence.methods import find_method
 from bmfa.evidence.page import plots
-from bmfa.evidence.page.record_set import get_number, get_text
+from bmfa.evidence.page.record_set import get_text
 from bmfa.packages import load_package
 from bmfa.records import Row
 
@@ -25,6 +25,7 @@ Box = tuple[float, float, float, float]  # top, left, bottom, right in tokens
 LINE, CHARACTER, GAP = 16.0, 6.2, 10.0
 TITLE = 26.0  # pixels above a panel for its title
 HEADING = {"fontweight": "bold", "color": plots.LIGHT["ink"]}
+IMAGE_URI = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 
 
 @dataclass(frozen=True)
@@ -65,43 +66,40 @@ def draw_strips(
     texts = [[line for note in strip.notes for line in wrap(note, characters)] for strip in strips]
     notes = max((len(panel.notes) for strip in strips for panel in strip.panels), default=0)
     step = TITLE + side + notes * LINE + 8
-    heights = []
-    for strip, text in zip(strips, texts, strict=True):
-        shown = -(-len(strip.panels) // columns) * step
-        words = (len(text) + 1.4) * LINE if strip.title else 0.0
-        heights.append(max(shown, words) if aside else shown + words)
+    lines = [-(-len(strip.panels) // columns) * step for strip in strips]
+    words = [
+        (len(text) + 1.4) * LINE if strip.title else 0.0
+        for strip, text in zip(strips, texts, strict=True)
+    ]
+    heights = [max(pair) if aside else sum(pair) for pair in zip(lines, words, strict=True)]
     rows = [max(heights[first : first + across]) + 14 for first in range(0, len(strips), across)]
     drawing: Drawing = load_package("matplotlib.figure").Figure(
         figsize=(width / 72, sum(rows) / 72), layout="none"
     )
-    for index, (strip, text) in enumerate(zip(strips, texts, strict=True)):
+    for index, strip in enumerate(strips):
         left, top = index % across * (cell + 3 * GAP), sum(rows[: index // across])
-        if strip.title:
-            write(drawing, left, top + 14, [strip.title], **HEADING, fontsize=14)
-            write(drawing, left, top + 15 + LINE, text)
-        top += 0.0 if aside or not strip.title else (len(text) + 1.4) * LINE
+        write(drawing, left, top + 14, [strip.title], **HEADING, fontsize=14)
+        write(drawing, left, top + 15 + LINE, texts[index])
+        top += 0.0 if aside else words[index]
         for place, panel in enumerate(strip.panels):
             x = left + aside + place % columns * (side + GAP)
-            y = top + TITLE + place // columns * step
-            draw_panel(drawing, panel, x, y, side)
+            draw_panel(drawing, panel, x, top + TITLE + place // columns * step, side)
     return drawing
 
 
-def draw_panel(drawing: "Drawing", panel: Panel, left: float, top: float, side: float) -> "Axes":
+def draw_panel(drawing: "Drawing", panel: Panel, left: float, top: float, side: float) -> None:
     """Draw a panel whose square starts at a place in pixels from the top left corner."""
     width, height = drawing.get_size_inches() * 72
-    box = (left / width, 1 - (top + side) / height, side / width, side / height)
-    axes: Axes = drawing.add_axes(box)
+    axes = drawing.add_axes((left / width, 1 - (top + side) / height, side / width, side / height))
     axes.set_axis_off()
     panel.draw(axes)
-    title = panel.title
     most = max(8, int(side / CHARACTER))
-    title = title if len(title) <= most else f"{title[: most - 1].strip()}…"
+    short = len(panel.title) <= most
+    title = panel.title if short else f"{panel.title[: most - 1].strip()}…"
     write(drawing, left, top - 7, [title], **HEADING)
     joined = " · ".join(panel.notes)
     notes = [joined] if len(joined) * CHARACTER < side else panel.notes
     write(drawing, left, top + side + 15, notes)
-    return axes
 
 
 def write(
@@ -119,14 +117,18 @@ def write(
 
 def photograph(axes: "Axes", uri: str) -> None:
     """Draw a PNG or JPEG from a data URI over the whole square; "no image" if it holds none."""
-    pixels = _decode_image(uri)
-    if pixels is None:
+    try:
+        # The URI becomes part of the page, so it must have no other characters.
+        data = base64.b64decode(uri.partition(",")[2] if IMAGE_URI.fullmatch(uri) else "")
+        with load_package("PIL.Image").open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError):
         axes.text(0.5, 0.5, "no image", ha="center", transform=axes.transAxes, fontsize=plots.SMALL)
         return
     height, width, _ = pixels.shape
-    image = axes.imshow(pixels, extent=(0, width, height, 0), aspect="auto")
-    setattr(image, "source_uri", uri)  # noqa: B010 - the SVG holds these bytes
-    image.set_gid(f"photograph-{len(axes.figure.axes)}")
+    shown = axes.imshow(pixels, extent=(0, width, height, 0), aspect="auto")
+    setattr(shown, "source_uri", uri)  # noqa: B010 - the SVG holds these bytes
+    shown.set_gid(f"photograph-{len(axes.figure.axes)}")
 
 
 def heatmap(axes: "Axes", values: plots.Array, low: float, high: float) -> None:
@@ -142,25 +144,24 @@ def overlay(axes: "Axes", opacity: plots.Array, colour: str) -> None:
     pixels = np.empty((*opacity.shape, 4))
     pixels[..., :3] = load_package("matplotlib.colors").to_rgb(colour)
     pixels[..., 3] = opacity
-    left, right, bottom, top = (*axes.get_xlim(), *axes.get_ylim())
-    axes.imshow(pixels, extent=(left, right, bottom, top), aspect="auto")
+    axes.imshow(pixels, extent=(*axes.get_xlim(), *axes.get_ylim()), aspect="auto")
 
 
 def outlines(axes: "Axes", boxes: Sequence[Box], grid: Sequence[int], **options: Any) -> None:
     """Draw the borders of boxes, in tokens of a grid (H, W) that fills the square."""
-    if len(boxes) == 0:
-        return
-    scale = np.array(
-        [abs(np.diff(axes.get_ylim())[0]) / grid[0], abs(np.diff(axes.get_xlim())[0]) / grid[1]]
+    path, patches = load_package("matplotlib.path").Path, load_package("matplotlib.patches")
+    down, across = (
+        abs(high - low) / tokens
+        for (low, high), tokens in zip((axes.get_ylim(), axes.get_xlim()), grid, strict=True)
     )
-    top, left, bottom, right = np.asarray(boxes, dtype=float).T * np.tile(scale, 2)[:, None]
-    corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
-    vertices = np.stack([np.stack(corner, -1) for corner in corners], 1)  # (n, 5, 2)
-    path = load_package("matplotlib.path").Path
-    codes = [path.MOVETO, *[path.LINETO] * 3, path.CLOSEPOLY] * len(boxes)
-    options = {"facecolor": "none", "linewidth": 0.8, "clip_on": False, **options}
-    patch = load_package("matplotlib.patches").PathPatch
-    axes.add_artist(patch(path(vertices.reshape(-1, 2), codes), **options))
+    rectangles = []
+    for box in boxes:
+        top, left, bottom, right = np.multiply(box, (down, across, down, across))
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+        rectangles.append(path(corners, closed=True))
+    if rectangles:
+        options = {"facecolor": "none", "linewidth": 0.8, "clip_on": False, **options}
+        axes.add_artist(patches.PathPatch(path.make_compound_path(*rectangles), **options))
 
 
 def outlines_on_photograph(
@@ -196,29 +197,24 @@ def tree_panel(
     row: Row, scores: plots.Array, title: str = "", notes: Sequence[str] | None = None
 ) -> Panel:
     """Return a panel of the mean score of every leaf, with the gap and the leaf ratio below."""
-    boxes = read_boxes(row, scores.shape)
-    means = np.zeros_like(scores)
-    for top, left, bottom, right in boxes:
-        means[top:bottom, left:right] = scores[top:bottom, left:right].mean()
-    middle = (scores.min() + scores.max()) / 2
-    bright = [box for box in boxes if means[box[0], box[1]] > middle]
-    dark = [box for box in boxes if means[box[0], box[1]] <= middle]
+    means, middle = np.zeros_like(scores), (scores.min() + scores.max()) / 2
+    edges: dict[str, list[Box]] = {"white": [], "black": []}  # on dark and on bright leaves
+    for top, left, bottom, right in row["boxes"]:
+        mean = scores[top:bottom, left:right].mean()
+        means[top:bottom, left:right] = mean
+        edges["black" if mean > middle else "white"].append((top, left, bottom, right))
 
     def draw(axes: "Axes") -> None:
         heatmap(axes, means, float(scores.min()), float(scores.max()))
-        square = (max(scores.shape),) * 2
-        outlines(axes, dark, square, edgecolor="white", alpha=0.75)
-        outlines(axes, bright, square, edgecolor="black", alpha=0.75)
+        for colour, boxes in edges.items():
+            outlines(axes, boxes, (max(scores.shape),) * 2, edgecolor=colour, alpha=0.75)
 
     return Panel(title or method_title(row), draw, tree_notes(row) if notes is None else notes)
 
 
 def tree_notes(row: Row) -> list[str]:
     """Return gap and leaf ratio of a tree. In a row with an error, `gap` is that of one mean."""
-    error, leaf = get_number(row, "error"), get_number(row, "leaf_percent")
-    gap = get_number(row, "gap") if error is None else error
-    notes = [] if gap is None else [f"gap {gap:.3f}"]
-    return notes + ([] if leaf is None else [f"{leaf:.1f} % leaves"])
+    return [f"gap {row.get('error', row['gap']):.3f}", f"{row['leaf_percent']:.1f} % leaves"]
 
 
 def method_title(row: Row) -> str:
@@ -229,10 +225,8 @@ def method_title(row: Row) -> str:
 
 
 def minority_shares(row: Row) -> list[str]:
-    """Return the minority's shares of area and softmax mass in words, if the row has them."""
-    area, mass = get_number(row, "minority_area_percent"), get_number(row, "gibbs_mass_percent")
-    if area is None or mass is None:
-        return []
+    """Return the minority's shares of area and softmax mass in words."""
+    area, mass = row["minority_area_percent"], row["gibbs_mass_percent"]
     return [f"{area:.1f} % of the area", f"{mass:.1f} % of the mass"]
 
 
@@ -249,36 +243,10 @@ def group(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
 
 def read_grid(row: Row, column: str) -> plots.Array:
     """Return a column of a row as (H, W); raise ValueError if its length is not H * W."""
-    values = np.asarray(row.get(column, ()), dtype=float)
-    height, width = int(row.get("height", 0)), int(row.get("width", 0))
-    if values.ndim != 1 or values.size != height * width or values.size == 0:
+    values, height, width = row[column], row["height"], row["width"]
+    if len(values) != height * width:
         raise ValueError(
-            f"{get_text(row, 'title') or 'a row'} holds {values.size} values of {column} for a grid "
+            f"{get_text(row, 'title') or 'a row'} holds {len(values)} values of {column} for a grid "
             f"of {height}x{width}; pass height * width values in raster order"
         )
-    return values.reshape(height, width)
-
-
-def read_boxes(row: Row, shape: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return the leaves of a row; raise ValueError if one is not inside the grid."""
-    boxes = [tuple(int(side) for side in box) for box in row.get("boxes", ())]
-    for box in boxes:
-        top, left, bottom, right = box if len(box) == 4 else (0, 0, 0, 0)
-        if not (0 <= top < bottom <= shape[0] and 0 <= left < right <= shape[1]):
-            raise ValueError(
-                f"{get_text(row, 'title') or 'a row'} holds the leaf {list(box)} on a grid of "
-                f"{shape[0]}x{shape[1]}; pass top, left, bottom, right inside the grid"
-            )
-    return [(box[0], box[1], box[2], box[3]) for box in boxes]
-
-
-def _decode_image(uri: str) -> Any:
-    """Return the (height, width, 3) pixels of a data URI, or None if it is not an image."""
-    if len(uri) > plots.MAX_URI_LENGTH or not plots.IMAGE_URI.fullmatch(uri):
-        return None
-    try:
-        data = base64.b64decode(uri.partition(",")[2], validate=True)
-        with load_package("PIL.Image").open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
-            return np.asarray(image.convert("RGB"))
-    except (binascii.Error, OSError, ValueError, SyntaxError):
-        return None
+    return np.array(values, dtype=float).reshape(height, width)

@@ -53,8 +53,6 @@ PAPER = Mark("ink", "o", hollow=True, size=12.0)
 OTHER_MARKERS = "os^Dvph<>P"  # of methods without a mark in the registry, chosen by their name
 MAX_NAME = 21  # characters of a method's name in a figure
 LABEL_DISTANCE = 15.0  # pixels between the baselines of two labels
-IMAGE_URI = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
-MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figure
 # What matplotlib writes beyond the drawing: metadata, a style sheet for the whole page, names of groups,
 # a font, no rotation, and line breaks.
 SUPERFLUOUS = re.compile(
@@ -68,6 +66,15 @@ ATTRIBUTE, DECIMALS = re.compile(r'"[^"<>]*"'), re.compile(r"(?<=\.\d)\d{5}(?=\D
 
 
 # Figures
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    style = str(Path(__file__).with_name("bmfa.mplstyle"))
+    with load_package("matplotlib.style").context(style), warnings.catch_warnings():
+        # Browsers substitute fonts for any script; the font that matplotlib measures with lacks some.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
 
 
 @dataclass(frozen=True)
@@ -84,53 +91,43 @@ class Figure:
     name: str
     label: str
     experiments: tuple[str, ...]
-    draw: Callable[[RecordSet, bool], "Drawing"]
+    draw: Callable[[RecordSet, bool], "Drawing | None"]
 
+    @_style()
     def drawable(self, records: Record | Sequence[Record]) -> bool:
         """Return True if the records hold the data of this figure."""
-        with _style():
-            return self._draw(RecordSet(records), False) is not None
+        return self._draw(RecordSet(records)) is not None
 
+    @_style()
     def __call__(
         self, records: RecordSet | Record | Sequence[Record], *, narrow: bool = False
     ) -> str:
         """Draw the figure as SVG for a page, which supplies colours and font; "" without its data."""
-        with _style():
-            drawing = self._draw(RecordSet(records), narrow)
-            name = f"{self.name}-narrow" if narrow else self.name
-            return "" if drawing is None else _to_svg(drawing, name, self.label)
+        drawing = self._draw(RecordSet(records), narrow)
+        name = f"{self.name}-narrow" if narrow else self.name
+        return "" if drawing is None else _to_svg(drawing, name, self.label)
 
+    @_style()
     def png(self, records: Record | Sequence[Record], *, scale: float = 2.0) -> bytes:
         """Draw the figure as PNG in the light colours, `scale` pixels for each CSS pixel.
 
         Raises:
             ValueError: if the records do not hold the data; the message names the command.
         """
-        found = RecordSet(records)
-        with _style():
-            drawing = self._draw(found, False)
-            if drawing is None:
-                commands = ", ".join(found.commands(*self.experiments))
-                raise ValueError(
-                    f"the records do not hold the figure {self.name}; make them with: {commands}"
-                )
-            buffer = io.BytesIO()
-            drawing.savefig(
-                buffer,
-                format="png",
-                dpi=72 * scale,
-                facecolor=LIGHT["surface"],
-                bbox_inches="tight",
-                pad_inches=0.2,
-                metadata={"Software": None},
+        drawing = self._draw(RecordSet(records))
+        if drawing is None:
+            commands = ", ".join(RecordSet(records).commands(*self.experiments))
+            raise ValueError(
+                f"the records do not hold the figure {self.name}; make them with: {commands}"
             )
-            return buffer.getvalue()
+        buffer = io.BytesIO()
+        options: dict[str, Any] = {"dpi": 72 * scale, "bbox_inches": "tight", "pad_inches": 0.2}
+        drawing.savefig(buffer, facecolor=LIGHT["surface"], metadata={"Software": None}, **options)
+        return buffer.getvalue()
 
-    def _draw(self, records: RecordSet, narrow: bool) -> "Drawing | None":
-        if not all(map(records.has, self.experiments)):
-            return None
+    def _draw(self, records: RecordSet, narrow: bool = False) -> "Drawing | None":
         try:
-            return self.draw(records, narrow)
+            return self.draw(records, narrow) if all(map(records.has, self.experiments)) else None
         except MissingValueError:
             return None
 
@@ -138,44 +135,37 @@ class Figure:
 FIGURES: dict[str, Figure] = {}  # filled by the modules that draw them
 
 
-def figure(name: str, *experiments: str) -> Callable[..., Figure]:
+def figure(
+    name: str, *experiments: str
+) -> Callable[[Callable[[RecordSet, bool], "Drawing | None"]], Figure]:
     """Decorate a function that draws a figure; its docstring becomes the label."""
 
-    def register(draw: Callable[[RecordSet, bool], "Drawing"]) -> Figure:
+    def register(draw: Callable[[RecordSet, bool], "Drawing | None"]) -> Figure:
         FIGURES[name] = Figure(name, draw.__doc__ or name, experiments, draw)
         return FIGURES[name]
 
     return register
 
 
-@contextmanager
-def _style() -> Iterator[None]:
-    style = str(Path(__file__).with_name("bmfa.mplstyle"))
-    with load_package("matplotlib.style").context(style), warnings.catch_warnings():
-        # Browsers substitute fonts for any script; the font that matplotlib measures with lacks some.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
-
-
 def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
     """Return SVG in the colours of the page; photographs keep their original bytes."""
     buffer = io.StringIO()
-    with load_package("matplotlib").rc_context({"svg.hashsalt": name, "svg.id": None}):
+    with load_package("matplotlib").rc_context({"svg.hashsalt": name}):
         drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
     text = buffer.getvalue()
     text = SUPERFLUOUS.sub("", text[text.index("<svg") :])
     text = ATTRIBUTE.sub(lambda found: DECIMALS.sub("", found[0]), text)
     for colour, light in LIGHT.items():
         text = text.replace(light, f"var(--{colour})")
-    height = drawing.bbox.height
-    for axes in drawing.axes:
-        for artist in axes.images:
-            if uri := getattr(artist, "source_uri", None):
-                box = axes.get_window_extent()
-                place = f'x="{box.x0:.1f}" y="{height - box.y1:.1f}"'
-                side = f'width="{box.width:.1f}" height="{box.height:.1f}"'
-                image = f'<image xlink:href="{uri}" {place} {side} preserveAspectRatio="none"/>'
-                text = re.sub(f'<image [^>]*id="{artist.get_gid()}"[^>]*/>', image, text)
+    photographs: list[Any] = [i for axes in drawing.axes for i in axes.images if i.get_gid()]
+    for image in photographs:
+        box = image.axes.get_window_extent()
+        place = f'x="{box.x0:.1f}" y="{drawing.bbox.height - box.y1:.1f}"'
+        side = f'width="{box.width:.1f}" height="{box.height:.1f}"'
+        shown = (
+            f'<image xlink:href="{image.source_uri}" {place} {side} preserveAspectRatio="none"/>'
+        )
+        text = re.sub(f'<image [^>]*id="{image.get_gid()}"[^>]*/>', shown, text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
@@ -219,15 +209,8 @@ def panels(
 def label(axes: "Axes", title: str, y_label: str, x_label: str = "") -> None:
     """Set the title, the label of the vertical axis under it, and that of the horizontal axis."""
     axes.set_title(title)
-    axes.annotate(
-        y_label,
-        (0, 1),
-        (0, 8),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=SMALL,
-        color=LIGHT["muted"],
-    )
+    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(y_label, (0, 1), (0, 8), **place, fontsize=SMALL, color=LIGHT["muted"])
     axes.set_xlabel(x_label)
 
 
@@ -244,11 +227,9 @@ def set_log_range(axes: "Axes", which: str, values: Sequence[float], factor: flo
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     chosen = [low, high]
     for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-        inside = [
-            s * 10.0**power for power in powers for s in steps if low <= s * 10.0**power <= high
-        ]
-        if 2 <= len(inside) <= 7:
-            chosen = inside
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        chosen = inside if 2 <= len(inside) <= 7 else chosen
     set_ticks(axes.xaxis if which == "x" else axes.yaxis, chosen)
 
 
@@ -257,9 +238,8 @@ def set_log_range(axes: "Axes", which: str, values: Sequence[float], factor: flo
 
 def method_mark(method: str) -> Mark:
     """Return the mark of a method by its name in records; "paper" is that of the paper's numbers."""
-    number = crc32(family(method).encode())
-    other = Mark("muted", OTHER_MARKERS[number % len(OTHER_MARKERS)], hollow=True)
-    return PAPER if method == "paper" else find_mark(method) or other
+    other = OTHER_MARKERS[crc32(family(method).encode()) % len(OTHER_MARKERS)]
+    return PAPER if method == "paper" else find_mark(method) or Mark("muted", other, hollow=True)
 
 
 def marker(method: str, filled: bool = True) -> dict[str, Any]:
@@ -283,16 +263,11 @@ def draw_line(
     **options: Any,
 ) -> None:
     """Draw the points of a method, joined by a line."""
+    mark = method_mark(method)
+    style = {"color": LIGHT[mark.colour], "linestyle": LINES[mark.line], "linewidth": mark.width}
+    options = {"clip_on": False, **style, **marker(method, filled), **options}
     if line:
-        mark = method_mark(method)
-        style = {
-            "color": LIGHT[mark.colour],
-            "linestyle": LINES[mark.line],
-            "linewidth": mark.width,
-        }
-        axes.plot(
-            *zip(*line, strict=True), clip_on=False, **style | marker(method, filled) | options
-        )
+        axes.plot(*zip(*line, strict=True), **options)
 
 
 def draw_point(axes: "Axes", method: str, x: float | None, y: float | None) -> None:
@@ -329,38 +304,28 @@ def label_ends(axes: "Axes", ends: Mapping[str, float], height: float) -> None:
     places = {name: float(to_axes.transform((0, y))[1]) for name, y in ends.items()}
     order = sorted(places, key=lambda name: places[name])
     spread = spread_labels([places[n] for n in order], LABEL_DISTANCE / height, -0.05, 1.05)
+    text = {"xycoords": "axes fraction", "textcoords": "axes fraction", "va": "center"}
+    line = {"arrowstyle": "-", "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
     for name, y in zip(order, spread, strict=True):
         colour = LIGHT[method_mark(name).colour]
-        axes.annotate(
-            _shorten(name),
-            (1.01, places[name]),
-            (1.06, y),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=SMALL,
-            color=colour,
-            arrowprops={
-                **{"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5)},
-                **{"shrinkA": 0, "shrinkB": 0},
-            },
-        )
+        options = {
+            **text,
+            "fontsize": SMALL,
+            "color": colour,
+            "arrowprops": line | {"color": colour},
+        }
+        axes.annotate(_shorten(name), (1.01, places[name]), (1.06, y), **options)
 
 
 def spread_labels(
     positions: Sequence[float], distance: float, low: float, high: float
 ) -> list[float]:
-    """Move ascending positions as little as possible until they are `distance` apart."""
-    groups: list[tuple[float, int]] = []  # sum and number of positions that move together
+    """Move ascending positions until they are `distance` apart, those at the top downwards."""
+    moved: list[float] = []
     for index, position in enumerate(positions):
-        total, count = position - index * distance, 1
-        while groups and groups[-1][0] / groups[-1][1] > total / count:
-            previous, members = groups.pop()
-            total, count = total + previous, count + members
-        groups.append((total, count))
-    moved = [total / count for total, count in groups for _ in range(count)]
-    last = high - (len(moved) - 1) * distance
-    return [max(low, min(one, last)) + index * distance for index, one in enumerate(moved)]
+        above = (len(positions) - 1 - index) * distance
+        moved.append(min(max(position, moved[-1] + distance if moved else low), high - above))
+    return moved
 
 
 def value_range(rows: Sequence[Row], column: str) -> tuple[float, float]:

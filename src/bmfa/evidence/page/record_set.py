@@ -13,20 +13,6 @@ Candidate = TypeVar("Candidate")
 # Control characters, which XML cannot hold, and lone surrogates, which UTF-8 cannot hold.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
-# The columns that identify a row. If two rows have the same key, the later one replaces the earlier.
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "synthetic": ("placement", "method"),
-    "failure-curve": ("cells", "method", "delta"),
-    "gallery": ("placement", "method", "title"),
-    "probe": ("dataset", "mode", "method", "group"),
-    "ablation": ("parameter", "value"),
-    "blocks": ("title",),
-    "cases": ("dataset", "title", "method"),
-    "failures": ("rule", "role"),
-    "faster": ("what", "title", "method"),
-    "comparison": ("target_percent", "baseline", "method", "images"),
-    "image": ("model", "title", "layer", "head", "query", "method"),
-}
 # Commands of the experiments that are not `bmfa EXPERIMENT --json EXPERIMENT.json`.
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("gallery", "blocks", "failures", "faster", "comparison"), "bmfa report"),
@@ -55,6 +41,8 @@ class ByMethod(dict[str, Row]):
 class RecordSet:
     """Records of any number of experiments.
 
+    A record replaces an earlier one of the same experiment, settings and machine.
+
     Args:
         records: one record, or several in the order in which they were made.
 
@@ -68,28 +56,24 @@ class RecordSet:
 
     def __init__(self, records: "Record | Sequence[Record] | RecordSet") -> None:
         listed = records.records if isinstance(records, RecordSet) else records
-        self.records: tuple[Record, ...] = (
-            (listed,) if isinstance(listed, Record) else tuple(listed)
-        )
+        latest = {
+            (r.experiment, repr(r.settings), repr(r.environment.get("device_name"))): r
+            for r in ((listed,) if isinstance(listed, Record) else listed)
+        }
+        self.records: tuple[Record, ...] = tuple(latest.values())
 
     def of(self, experiment: str, **settings: Any) -> list[Record]:
         """Return the records of an experiment that have these settings."""
-        return [
-            record
-            for record in self.records
-            if record.experiment == experiment
-            and all(record.settings.get(name) == value for name, value in settings.items())
-        ]
+        found = [record for record in self.records if record.experiment == experiment]
+        return [r for r in found if all(r.settings.get(k) == v for k, v in settings.items())]
 
     def has(self, experiment: str) -> bool:
         """Return True if any record of the experiment has rows."""
         return any(record.rows for record in self.of(experiment))
 
     def rows(self, experiment: str, **values: Any) -> list[Row]:
-        """Return the rows of an experiment that have these values, without replaced rows."""
+        """Return the rows of an experiment that have these values."""
         rows = [row for record in self.of(experiment) for row in record.rows]
-        if keys := KEYS.get(experiment):
-            rows = list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
         return [row for row in rows if all(row.get(key) == values[key] for key in values)]
 
     def by_method(self, experiment: str, **values: Any) -> dict[str, Row]:
@@ -114,20 +98,19 @@ class RecordSet:
             records = self.of(experiment)
             # Figures of the probes show the image-edge mode if both modes were measured.
             shown = [r for r in records if r.settings.get("mode") == "image-edge"] or records
-            commands += [_recorded_command(r) or command_for(experiment, r.settings) for r in shown]
-            commands += [] if shown else [command_for(experiment)]
+            commands += [_command_of(record) for record in shown] or [command_for(experiment)]
         return list(dict.fromkeys(commands))
 
 
-def _recorded_command(record: Record) -> str | None:
-    """The command in the record; None for `bmfa report`, which makes every record.
+def _command_of(record: Record) -> str:
+    """The command that made a record; of `bmfa report`, which makes all, that of the experiment.
 
     Of many methods only the first are shown; the environment at the end of the page has all of them.
     """
-    command = record.environment.get("command")
-    if command is None or str(command).startswith("bmfa report"):
-        return None
-    return MANY_METHODS.sub(r"\1 ...", str(command))
+    command = str(record.environment.get("command", "bmfa report"))
+    if command.startswith("bmfa report"):
+        return command_for(record.experiment, record.settings)
+    return MANY_METHODS.sub(r"\1 ...", command)
 
 
 def command_for(experiment: str, settings: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -150,9 +133,7 @@ def command_for(experiment: str, settings: Mapping[str, Any] = MappingProxyType(
 def get_number(row: Row, column: str) -> float | None:
     """Return a finite number of a row, or None."""
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def need_number(row: Row, column: str) -> float:

@@ -177,17 +177,11 @@ def failure_curve(
         mass = energy.minority_mass(count / GRID.size, advantage)
         for method in methods:
             found = estimate(method, scores, GRID, max_depth=4, seed=seed)
-            rows += [
-                {
-                    "method": method,
-                    "cells": count,
-                    "delta": float(advantage[i]),
-                    "minority_mass": float(mass[i]),
-                    "gap": float(found.gap[i]),
-                    "leaf_percent": float(found.leaf_percent[i]),
-                }
-                for i in range(len(advantage))
-            ]
+            columns = zip(advantage, mass, found.gap, found.leaf_percent, strict=True)
+            names = ("delta", "minority_mass", "gap", "leaf_percent")
+            for values in columns:
+                row = dict(zip(names, map(float, values), strict=True))
+                rows.append({"method": method, "cells": count, **row})
     return Record("failure-curve", {"grid": [SIDE, SIDE], "tau": 1.0, "placement": "corner"}, rows)
 
 
