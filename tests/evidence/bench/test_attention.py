@@ -263,7 +263,7 @@ def test_native_kernels_are_timed_beside_sdpa_and_eager_on_several_threads():
         assert tiles["error_l2_percent"] == pytest.approx(eager["error_l2_percent"], rel=1e-3)
         ratio = by_method["dense"]["milliseconds"] / tiles["milliseconds"]
         assert tiles["speedup"] == pytest.approx(ratio)
-    assert "1 and 2 threads, native kernels " in bench_tables.conditions(record)
+    assert "1 and 2 threads, native kernels " in bench_tables.markdown(record)
     rows = [{k: v for k, v in row.items() if k != "keys"} for row in record.rows]
     assert {row["threads"] for row in summary.own_rows(rows)} == {2}
     keys = {"exact_from_tokens", "tiles_from_tokens", "expanded_cost"}

@@ -10,11 +10,7 @@ from bmfa.cli import main
 from bmfa.evidence.bench import attention as attention_bench
 from bmfa.evidence.bench import model as model_bench
 from bmfa.evidence.bench.inputs import InputSource
-from bmfa.evidence.bench.saliency import (
-    SaliencyDecoder,
-    load_decoder,
-    masks,
-)
+from bmfa.evidence.bench.saliency import load_decoder, masks, saliency_decoder
 from bmfa.grid import Grid
 from bmfa.packages import is_installed
 
@@ -23,7 +19,7 @@ TIMM = pytest.mark.skipif(not is_installed("timm"), reason="needs timm")
 
 def saved_decoder(tmp_path, channels=(192, 8, 4, 4), **changes):
     generator = torch.Generator().manual_seed(0)
-    decoder = SaliencyDecoder(channels)
+    decoder = saliency_decoder(channels)
     state = {
         f"decoder.{name}": torch.rand(x.shape, generator=generator) - 0.5 + name.endswith("var")
         for name, x in decoder.state_dict().items()
@@ -58,7 +54,7 @@ def test_other_weights_are_refused(tmp_path):
     for changes, message in (
         ({"decoder.upconv2.weight": torch.zeros(3)}, "upconv1 to upconv3"),
         ({"decoder.bn2.bias": torch.zeros(3)}, "not a saliency decoder"),
-        ({"decoder.extra": torch.zeros(3)}, "unexpected"),
+        ({"decoder.extra": torch.zeros(3)}, "Unexpected"),
     ):
         with pytest.raises(ValueError, match=message):
             load_decoder(saved_decoder(tmp_path, **changes))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,11 @@ from bmfa.evidence.bench.measure import (
     TIMING,
     compared_rows,
     each_size,
-    mean,
     mean_times,
     path_of,
-    percent,
-    relative_errors,
     run_as_timed,
 )
 from bmfa.evidence.bench.methods import (
-    DTYPES,
     ScreenedCall,
     arguments,
     default_backend,
@@ -39,7 +36,9 @@ from bmfa.evidence.bench.methods import (
     parse,
 )
 from bmfa.evidence.bench.verify import check_backend
+from bmfa.evidence.metrics import mean_percent, relative_errors
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.loop import DTYPES
 from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
 
@@ -185,13 +184,12 @@ class SizeBenchmark:
         self.images, self.heads, self.dim = inputs.shape
         self.batch = max(1, min(self.images, BATCH_TOKENS // inputs.grid.size))
         self.queries = sampled_queries(inputs)
-        dtype = DTYPES[plan.dtype]
-        self.blocks: dict[int, QKV] = {}
-        self.exact: dict[int, Tensor] = {}  # (images, heads, Q, d) float64 of the sampled queries
-        for block, (q, k, v) in inputs.blocks.items():
-            self.blocks[block] = as_projection(q.to(dtype), k.to(dtype), v.to(dtype))
-            self.exact[block] = dense.exact_attention(q[:, :, self.queries], k, v)
-        self.timed = [tuple(x[: self.batch] for x in qkv) for qkv in self.blocks.values()]
+        self.blocks: list[tuple[QKV, Tensor]] = []  # with exact outputs of the sampled queries
+        for q, k, v in inputs.blocks.values():
+            exact = dense.exact_attention(q[:, :, self.queries], k, v)
+            rounded = (x.to(DTYPES[plan.dtype]) for x in (q, k, v))
+            self.blocks.append((as_projection(*rounded), exact))
+        self.timed = [tuple(x[: self.batch] for x in qkv) for qkv, _ in self.blocks]
         self.screened = partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix)
 
     def rows(self) -> list[Row]:
@@ -226,18 +224,14 @@ class SizeBenchmark:
 
         Beside the native kernels, exact attention by them, and the same methods by torch operations.
         """
-        distinct: dict[str, str] = {}
+        distinct: dict[str, tuple[str, dict[str, Any]]] = {}
         for name in self.plan.methods:
-            distinct.setdefault(repr(arguments(name, self.inputs.grid)), name)
+            options = arguments(name, self.inputs.grid)
+            distinct.setdefault(repr(options), (name, options))
 
         def tiled(prefix: str, backend: Backend) -> dict[str, ScreenedCall]:
-            options = {"allow_dense": False, "backend": backend}
-            return {
-                f"{prefix}-{name}": partial(
-                    self.screened, **options, **arguments(name, self.inputs.grid)
-                )
-                for name in distinct.values()
-            }
+            call = partial(self.screened, allow_dense=False, backend=backend)
+            return {f"{prefix}-{name}": partial(call, **o) for name, o in distinct.values()}
 
         calls = tiled("tiled", self.plan.backend)
         if self.plan.backend == "native":
@@ -276,7 +270,7 @@ class SizeBenchmark:
         by_call: list[float] = []
         by_query: list[Tensor] = []
         stats: list[Stats] = []
-        for block, tokens in self.blocks.items():
+        for tokens, exact in self.blocks:
             by_block.append([])
             for start in range(0, self.images, self.batch):
                 images = slice(start, start + self.batch)
@@ -285,15 +279,12 @@ class SizeBenchmark:
                 if isinstance(result, Screened):
                     stats.append(result.stats)
                     result = result.output
-                output, expected = result[:, :, self.queries].double(), self.exact[block][images]
+                output, expected = result[:, :, self.queries].double(), exact[images]
                 by_block[-1] += relative_errors(output, expected).tolist()
                 by_call.append(float((output - expected).norm() / expected.norm()))
                 distances = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
                 by_query.append(distances.flatten().cpu())
-        if path_of(name):
-            density = 1.0
-        elif stats:
-            density = mean(one.density for one in stats)
+        shares = [1.0] if path_of(name) else [one.density for one in stats] or [density]
         return {
             "what": "attention",
             "n": self.inputs.grid.size,
@@ -303,7 +294,7 @@ class SizeBenchmark:
             "batch": self.batch,
             "images": self.images,
             "method": name,
-            "density_percent": percent(density),
+            "density_percent": mean_percent(shares),
             "error_l2_percent": 100 * fmean(error for errors in by_block for error in errors),
             "worst_block_error_percent": 100 * max(map(fmean, by_block)),
             "error_p95_query_percent": 100 * float(quantile(torch.cat(by_query), 0.95)),
@@ -339,13 +330,16 @@ def sampled_queries(inputs: RecordedInputs) -> Tensor:
 def estimate_columns(stats: Sequence[Stats]) -> Row:
     """Return what tiled calls say of their own errors, as means in percent; nothing for other calls."""
     reports = [one.error for one in stats if one.form != "dense" and one.error is not None]
-    if not reports:
-        return {}
+    columns = {
+        "estimated_error_percent": "estimate",
+        "estimated_p95_percent": "p95",
+        "estimate_uncertainty_percent": "uncertainty",
+        "target_met_percent": "met",
+    }
     return {
-        "estimated_error_percent": percent(mean(report.estimate for report in reports)),
-        "estimated_p95_percent": percent(mean(report.p95 for report in reports)),
-        "estimate_uncertainty_percent": percent(mean(report.uncertainty for report in reports)),
-        "target_met_percent": percent(mean(report.met for report in reports)),
+        column: mean_percent(getattr(report, name) for report in reports)
+        for column, name in columns.items()
+        if reports
     }
 
 

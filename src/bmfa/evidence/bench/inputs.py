@@ -111,10 +111,10 @@ class InputSource:
         """Draw normal q, k, v on a side x side grid without a prefix."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.names), RANDOM_HEADS, side * side, RANDOM_DIM)
-        drawn: dict[int, QKV] = {}
-        for block in blocks:
-            q, k, v = (torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
-            drawn[block] = (q, k, v)
+        drawn: dict[int, Any] = {
+            block: tuple(torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
+            for block in blocks
+        }
         return RecordedInputs(Grid(side, side), 0, drawn)
 
 
@@ -147,16 +147,12 @@ def as_projection(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     return q, k, v
 
 
-class _AllRecorded(Exception):  # noqa: N818
-    """Ends a forward pass after the last block that is recorded."""
-
-
 class _Recorder(TorchFunctionMode):
     """Keeps q, k, v of chosen calls of scaled_dot_product_attention, one call for each block."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         super().__init__()
-        self.blocks, self.calls = set(blocks), 0
+        self.blocks, self.calls = blocks, 0
         self.recorded: dict[int, QKV] = {}
 
     def __torch_function__(
@@ -167,8 +163,6 @@ class _Recorder(TorchFunctionMode):
                 q, k, v = args[:3]
                 self.recorded[self.calls] = (q, k, v)
             self.calls += 1
-            if self.calls > max(self.blocks):
-                raise _AllRecorded
         return func(*args, **(kwargs or {}))
 
 
@@ -176,15 +170,15 @@ def _record(
     model: nn.Module, options: Any, pixels: Tensor, blocks: Sequence[int]
 ) -> dict[int, QKV]:
     recorder = _Recorder(blocks)
-    try:
-        with torch.inference_mode(), recorder:
-            model(pixels, **options)
-    except _AllRecorded:
-        return recorder.recorded
-    raise ValueError(
-        f"{type(model).__name__} called scaled_dot_product_attention {recorder.calls} times, too few "
-        f"for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is fused"
-    )
+    with torch.inference_mode(), recorder:
+        model(pixels, **options)
+    if recorder.calls <= max(blocks):
+        raise ValueError(
+            f"{type(model).__name__} called scaled_dot_product_attention {recorder.calls} times, too "
+            f"few for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is "
+            "fused"
+        )
+    return recorder.recorded
 
 
 def load_any_size(

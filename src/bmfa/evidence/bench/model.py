@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -18,15 +17,11 @@ from bmfa.evidence.bench.measure import (
     TIMING,
     compared_rows,
     each_size,
-    mean,
     mean_times,
     on_path,
-    percent,
-    relative_errors,
     run_as_timed,
 )
 from bmfa.evidence.bench.methods import (
-    DTYPES,
     arguments,
     default_backend,
     dtype_name,
@@ -36,11 +31,14 @@ from bmfa.evidence.bench.methods import (
 )
 from bmfa.evidence.bench.saliency import load_decoder, masks
 from bmfa.evidence.bench.verify import check_backend
-from bmfa.evidence.metrics import mask_iou
+from bmfa.evidence.metrics import mask_iou, mean, mean_percent, relative_errors
+from bmfa.evidence.model_methods import copy_sharing_weights
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.loop import DTYPES
 from bmfa.grid import Grid
-from bmfa.models import LoadedModel, patch
+from bmfa.models import patch
 from bmfa.models.families import find_vision_transformer
+from bmfa.models.measures import features
 from bmfa.models.screened_layer import observe
 from bmfa.records import Record, Row, environment
 
@@ -177,15 +175,11 @@ class SizeBenchmark:
         pixels = self.loaded.preprocess.batch(images).to(self.device).to(DTYPES[self.dtype])
         self.batches = torch.split(pixels, settings.batch_size)
         self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here
-        self.decoder = None
-        if settings.decoder is not None:
-            self.decoder = load_decoder(settings.decoder).to(self.device)
+        decoder = settings.decoder
+        self.decoder = None if decoder is None else load_decoder(decoder).to(self.device)
         projection: Any = self.vit.projection
-        height, width = (
-            int(side // stride)
-            for side, stride in zip(pixels.shape[-2:], projection.stride, strict=True)
-        )
-        self.grid = Grid(height, width)
+        height, width = pixels.shape[-2:]
+        self.grid = Grid(height // projection.stride[0], width // projection.stride[1])
         attention: Any = self.vit.attentions[0]
         self.heads = int(getattr(attention, "num_heads", None) or attention.num_attention_heads)
         self.head_dim = int(projection.out_channels) // self.heads
@@ -203,7 +197,7 @@ class SizeBenchmark:
         times = mean_times((works for _ in self._batches()), self.settings.repeats, self.device)
         best = min(dense_names, key=lambda name: times[name][0])
         with on_path(best):
-            expected = [final_features(models[best], self.loaded, x) for x in self._batches()]
+            expected = [self._features(models[best]) for _ in self._batches()]
         measured: dict[str, Row] = {}
         for name, model in models.items():
             with on_path(name):
@@ -216,16 +210,16 @@ class SizeBenchmark:
             yield self.pixels.copy_(batch)
 
     def _screened_model(self, name: str) -> nn.Module:
-        model = self.loaded.model
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        options: dict[str, Any] = {
-            "layers": self.settings.layers,
-            "allow_dense": self.settings.allow_dense,
-        }
-        return patch(deepcopy(model, shared), **options, **arguments(name, self.grid))
+        options: dict[str, Any] = arguments(name, self.grid)
+        options |= {"layers": self.settings.layers, "allow_dense": self.settings.allow_dense}
+        return patch(copy_sharing_weights(self.loaded.model), **options)
 
     def _forward(self, model: nn.Module) -> timing.Work:
         return lambda: model(self.pixels, **self.loaded.options)
+
+    def _features(self, model: nn.Module) -> Tensor:
+        """Return (B, tokens, dim): the tokens after the last block and its norm."""
+        return features(model, self.pixels, self.loaded.options)[0].clone()
 
     def _measure(self, name: str, model: nn.Module, expected: Sequence[Tensor]) -> Row:
         """Return everything about a model but its time: features and masks against the dense model."""
@@ -236,7 +230,7 @@ class SizeBenchmark:
 
         def forward() -> Tensor:
             stats.clear()
-            return final_features(model, self.loaded, self.pixels)
+            return self._features(model)
 
         with observe(model, lambda inputs, screened: stats.append(screened.stats)):
             for wanted, _ in zip(expected, self._batches(), strict=True):
@@ -257,30 +251,10 @@ class SizeBenchmark:
             "dtype": self.dtype,
             "batch": len(self.pixels),
             "method": name,
-            "density_percent": percent(mean(densities)),
+            "density_percent": mean_percent(densities),
             "tiled_layers": sum(one.form == "tiled" for one in stats),
             "layers": len(self.vit.attentions),
             "error_l2_percent": 100 * fmean(errors),
             **({"mask_iou": fmean(agreements)} if agreements else {}),
             "peak_mebibytes": None if peak is None else peak / 2**20,
         }
-
-
-def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:
-    """Return (B, tokens, dim): the output of the final norm, or of the last block without one."""
-    outputs: list[Any] = []
-    handle = _last_module(model).register_forward_hook(lambda *call: outputs.append(call[2]))
-    try:
-        model(pixels, **loaded.options)
-    finally:
-        handle.remove()
-    output: Tensor = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
-    return output.clone()
-
-
-def _last_module(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        norm = getattr(module, "norm", None)
-        if hasattr(module, "blocks") and isinstance(norm, nn.Module):
-            return norm
-    return find_vision_transformer(model).blocks[-1]

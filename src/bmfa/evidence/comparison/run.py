@@ -5,7 +5,9 @@ images, budgets of policies to the operations of a baseline on one image. Differ
 baseline are of the same images, and their intervals are from the bootstrap over images.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +17,11 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
-from bmfa.evidence.metrics import RESAMPLES, compare, interval, mask_iou
-from bmfa.evidence.model_methods import Layers, applied
-from bmfa.evidence.runner.loop import observed_trees
-from bmfa.models import LoadedModel, unpatch
-from bmfa.models.embedded import EmbeddedViT
+from bmfa.evidence.metrics import RESAMPLES, gain_columns, mask_iou
+from bmfa.evidence.model_methods import Layers, ModelMethod, applied
+from bmfa.evidence.runner.batches import ImageBatches
+from bmfa.evidence.runner.loop import Segmenter, observed_trees
+from bmfa.models import LoadedModel
 from bmfa.models.flops import count_flops
 from bmfa.records import Record, Row, environment
 
@@ -50,6 +52,15 @@ MATCHING_SEED = 1_000_003  # far from the seeds of the images that are measured
 # What a method gives on every image, (images,) each: `agreeing`, `right`, `output_kl`, `mask_iou` with
 # the object, and `leaf_ratio` of rules.
 Outcome = dict[str, NDArray[np.float64]]
+
+
+class SegmentedBatch(NamedTuple):
+    """Images on the device with their objects, and what the full model gives."""
+
+    pixels: Tensor  # (B, 3, H, W)
+    labels: Sequence[int | None]
+    masks: Tensor  # (B, H, W) bool
+    logits: Tensor  # (B, classes)
 
 
 def run(
@@ -131,24 +142,23 @@ class Comparison:
         seed: int,
         device: str,
     ) -> None:
-        if not isinstance(loaded.model, EmbeddedViT):
-            raise TypeError(
-                f"the model is {type(loaded.model).__name__}; pass load_model('embedded'), which has "
-                "a mask head"
-            )
-        unpatch(loaded.model)
-        self.model: EmbeddedViT = loaded.model.to(device)
-        self.count = check_integer("images", images, low=1)
-        self.layers, self.batch_size, self.seed, self.device = layers, batch_size, seed, device
-        size = loaded.preprocess.size[0]
-        drawn = list(EmbeddedImages(images, seed, size))
-        self.pixels = loaded.preprocess.batch([one.pixels for one in drawn])
-        self.labels = [one.label for one in drawn]
-        self.masks = torch.from_numpy(np.stack([one.mask for one in drawn if one.mask is not None]))
-        others = EmbeddedImages(MATCHING_IMAGES, MATCHING_SEED + seed, size)
-        self.matching = loaded.preprocess.batch([one.pixels for one in others]).to(device)
-        with torch.inference_mode():
-            self.logits = torch.cat([self.model(self._pixels(part)) for part in self._parts()])
+        self.subject = Segmenter(loaded, device)
+        self.layers, self.seed = layers, seed
+        self.batches = self._read(check_integer("images", images, low=1), seed, batch_size)
+        (self.matching,) = self._read(MATCHING_IMAGES, MATCHING_SEED + seed, MATCHING_IMAGES)
+
+    @torch.inference_mode()
+    def _read(self, count: int, seed: int, batch_size: int) -> list[SegmentedBatch]:
+        """Return drawn images on the device, with the outputs of the full model."""
+        preprocess, found = self.subject.model.preprocess, []
+        drawn = list(EmbeddedImages(count, seed, preprocess.size[0]))
+        batches = ImageBatches(drawn, preprocess, batch_size, workers=0)
+        for batch in batches.read(range(len(batches.sizes))):
+            pixels = self.subject.load(batch)
+            masks = [torch.from_numpy(drawn[index].mask) for index in batch.indices]
+            logits = self.subject.logits(pixels)
+            found.append(SegmentedBatch(pixels, batch.labels, torch.stack(masks), logits))
+        return found
 
     def rules(self, names: Sequence[str], share: float) -> list[Row]:
         """Measure rules at a share of leaves in percent."""
@@ -159,13 +169,9 @@ class Comparison:
                     f"rule {name!r} at {share} % leaves is unknown; pass rules from "
                     f"{', '.join(RULES)} and leaves from {', '.join(map(str, LEAVES))}"
                 )
-
-            def leaf_percent(value: float, name: str = name) -> float:
-                return self._leaf_percent(f"{name}:{value:.4g}")
-
             first = RULES[name][LEAVES.index(share)]
-            value = match_value(first, share, leaf_percent, LEAF_TOLERANCE)
-            outcomes[f"{name}:{value:.4g}"] = self.measure(f"{name}:{value:.4g}")
+            method = match_method(name, first, share, self._leaf_percent, LEAF_TOLERANCE)
+            outcomes[method] = self.measure(method)
         baseline = next((o for m, o in outcomes.items() if family(m) == BASELINE_RULE), None)
         return [
             self.row(method, outcome, baseline)
@@ -178,26 +184,21 @@ class Comparison:
         target, first = self._gflops(baseline), self.measure(baseline)
         rows = [self.row(baseline, first, first) | {"gflops": target, "baseline": baseline}]
         for name in names:
-
-            def gflops(value: float, name: str = name) -> float:
-                return self._gflops(f"{name}:{value:.4g}")
-
             # Shares of tokens kept that all policies accept.
-            value = match_value(0.9, target, gflops, COST_TOLERANCE * target, limits=(0.5, 1.0))
-            method = f"{name}:{value:.4g}"
+            options: Any = {"tolerance": COST_TOLERANCE * target, "limits": (0.5, 1.0)}
+            method = match_method(name, 0.9, target, self._gflops, **options)
             cost = {"gflops": self._gflops(method), "baseline": baseline}
             rows.append(self.row(method, self.measure(method), first) | cost)
         return rows
 
+    @torch.inference_mode()
     def measure(self, method: str) -> Outcome:
         """Measure one method on all images."""
         found = []
-        with torch.inference_mode(), applied(*self._method(method), dense=True):
-            for part in self._parts():
-                with observed_trees(self.model) as trees:
-                    logits, masks = self.model.forward_dense(self._pixels(part))
-                columns = compare(self.logits[part], logits, self.labels[part]) | trees.columns()
-                columns["mask_iou"] = mask_iou(masks.cpu() > 0, self.masks[part])
+        with self._applied(method):
+            for batch in self.batches:
+                columns = self.subject.compare(method, batch.pixels, batch.logits, batch.labels)
+                columns["mask_iou"] = mask_iou(self.subject.masks, batch.masks)
                 found.append(columns)
         return {
             name: torch.cat([columns[name].double().cpu() for columns in found]).numpy()
@@ -209,7 +210,7 @@ class Comparison:
         row: Row = {
             "method": method,
             "kind": "rule" if is_kind(method, "rule") else "reduction",
-            "images": self.count,
+            "images": len(outcome["agreeing"]),
             "agreement_percent": 100 * float(outcome["agreeing"].mean()),
             "output_kl": float(outcome["output_kl"].mean()),
             "top1_percent": 100 * float(outcome["right"].mean()),
@@ -218,37 +219,38 @@ class Comparison:
         if method == FULL:
             row |= {"kind": FULL, "gflops": self._gflops(FULL)}
         if baseline is not None:
-            gain = outcome["agreeing"] - baseline["agreeing"]
-            low, high = interval(gain, self.seed)
-            row |= {
-                "gain_pp": 100 * float(gain.mean()),
-                "gain_low_pp": 100 * low,
-                "gain_high_pp": 100 * high,
-            }
+            row |= gain_columns(outcome["agreeing"], baseline["agreeing"], self.seed)
         return row
 
+    @torch.inference_mode()
     def _leaf_percent(self, method: str) -> float:
-        with (
-            torch.inference_mode(),
-            applied(*self._method(method)),
-            observed_trees(self.model) as trees,
-        ):
-            self.model(self.matching)
+        model = self.subject.model.model
+        with self._applied(method), observed_trees(model) as trees:
+            model(self.matching.pixels)
         return 100 * float(trees.columns()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
-        with torch.inference_mode(), applied(*self._method(method), dense=True):
-            return count_flops(self.model, self._pixels(slice(1))) / 1e9
+        with self._applied(method):
+            return count_flops(self.subject.model.model, self.batches[0].pixels[:1]) / 1e9
 
-    def _method(self, name: str) -> tuple[EmbeddedViT, str, Layers, int]:
-        return self.model, name, self.layers, self.seed
+    def _applied(self, method: str) -> AbstractContextManager[ModelMethod]:
+        """Apply a method so that the masks are on the full grid."""
+        return applied(self.subject.model.model, method, self.layers, self.seed, dense=True)
 
-    def _parts(self) -> Iterator[slice]:
-        for start in range(0, self.count, self.batch_size):
-            yield slice(start, start + self.batch_size)
 
-    def _pixels(self, part: slice) -> Tensor:
-        return self.pixels[part].to(self.device)
+def match_method(
+    name: str,
+    first: float,
+    target: float,
+    measure: Callable[[str], float],
+    *given: Any,
+    **limits: Any,
+) -> str:
+    """Return a method with the value at which a measure has a target; see `match_value`."""
+    value = match_value(
+        first, target, lambda tried: measure(f"{name}:{tried:.4g}"), *given, **limits
+    )
+    return f"{name}:{value:.4g}"
 
 
 def match_value(

@@ -268,11 +268,9 @@ def joined(device: str = "cpu") -> Iterator[None]:
     if not launched() or _is_joined():
         yield
         return
-    cuda = device.startswith("cuda")
-    if cuda:
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    nccl = cuda and distributed.is_nccl_available()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=TIMEOUT)
+    distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
         yield
     finally:
