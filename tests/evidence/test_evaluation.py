@@ -156,7 +156,7 @@ def test_samples_take_turns_short_calls_are_timed_together_and_the_median_counts
     assert [ms for ms, _ in times.values()] == [pytest.approx(500.0), pytest.approx(2000.0)]
     before = len(seen)
     times = throughput.model_times({"short": partial(work, "short", 0.01)}, torch.device("cpu"), 2)
-    assert times["short"][0] == pytest.approx(10.0, rel=0.2) 
+    assert times["short"][0] == pytest.approx(10.0, rel=0.2)
     assert len(seen) - before >= 2 + 2 * 10
 
 

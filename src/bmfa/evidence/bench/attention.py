@@ -116,15 +116,9 @@ def run(
     sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, device))
     blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
     present, notes = peers.available()
-    verified: set[int] = set()  # head dimensions
 
     def measure(size: int) -> list[Row]:
-        inputs = source.record(size, blocks)
-        dim = inputs.shape[2]
-        if dim not in verified:
-            check_backend(plan.backend, DTYPES[plan.dtype], source.device, dim)
-            verified.add(dim)
-        return SizeBenchmark(inputs, plan, present, notes).rows()
+        return SizeBenchmark(source.record(size, blocks), plan, present, notes).rows()
 
     with torch.inference_mode(), missed_targets_ignored():
         rows, interrupted = each_size(sizes, measure, progress)
@@ -194,6 +188,8 @@ class SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of dense paths, tiled attention, `auto` and peers."""
+        dtype, device = DTYPES[self.plan.dtype], str(self.plan.device)
+        check_backend(self.plan.backend, dtype, device, self.dim)
         densities: dict[str, float] = {}
         calls = self._dense_calls() | self._tiled_calls()
         calls |= {"auto": self.screened, **self._peer_calls(densities)}
@@ -324,7 +320,8 @@ def sampled_queries(inputs: RecordedInputs) -> Tensor:
     step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
     while gcd(step, inputs.grid.width) != 1:
         step -= 1
-    return torch.arange(0, tokens, step, device=inputs.device)
+    q, _, _ = next(iter(inputs.blocks.values()))
+    return torch.arange(0, tokens, step, device=q.device)
 
 
 def estimate_columns(stats: Sequence[Stats]) -> Row:

@@ -42,11 +42,6 @@ class RecordedInputs:
         q = next(iter(self.blocks.values()))[0]
         return q.shape[0], q.shape[1], q.shape[3]
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return next(iter(self.blocks.values()))[0].device
-
 
 class InputSource:
     """A model and images from which q, k, v are recorded; for `RANDOM`, several draws.

@@ -98,18 +98,13 @@ class Settings:
         check_integer("batch_size", self.batch_size, low=1)
         check_integer("repeats", self.repeats, low=1)
         dtype_name(self.dtype, torch.device(self.device))
-        check_integer("images", self.image_count, low=1)
-        if self.image_count % self.batch_size:
+        images = self.batch_size if self.images is None else self.images
+        if check_integer("images", images, low=1) % self.batch_size:
             raise ValueError(
                 f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
             parse(name)
-
-    @property
-    def image_count(self) -> int:
-        """The number of images, by default those of one batch."""
-        return self.batch_size if self.images is None else self.images
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
@@ -171,7 +166,9 @@ class SizeBenchmark:
         self.loaded.model.to(self.device, DTYPES[self.dtype])
         self.vit = find_vision_transformer(self.loaded.model)
         check_one_grid(self.vit)
-        images, self.names = read_images(settings.data_dir, settings.image_count, settings.seed)
+        images, self.names = read_images(
+            settings.data_dir, settings.images or settings.batch_size, settings.seed
+        )
         pixels = self.loaded.preprocess.batch(images).to(self.device).to(DTYPES[self.dtype])
         self.batches = torch.split(pixels, settings.batch_size)
         self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here

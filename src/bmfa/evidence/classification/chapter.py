@@ -53,12 +53,8 @@ def equal_operations(run: ModelRun) -> list[tuple[Row, list[Row]]]:
     found = []
     for tome in run.families.get("tome", []):
         cost = get_number(tome, "gflops") or 0.0
-        rows = [
-            row
-            for row in run.rows
-            if abs((get_number(row, "gflops") or 0.0) - cost) <= SAME_COST * cost
-            and get_number(row, "output_kl") is not None
-        ]
+        rows = [row for row in run.rows if get_number(row, "output_kl") is not None]
+        rows = [r for r in rows if abs((get_number(r, "gflops") or 0.0) - cost) <= SAME_COST * cost]
         if cost and len(rows) >= LEAST_COMPARED:
             found.append((tome, sorted(rows, key=lambda row: need_number(row, "output_kl"))))
     return found
@@ -148,10 +144,8 @@ def _accuracy(records: RecordSet) -> Measured:
 )
 def _no_speedup(records: RecordSet) -> Measured:
     run = judged_run(rule_runs(records))
-    timed = [row for row in run.rows if get_number(row, "speedup") is not None]
-    best, method = max(
-        require_any((need_number(row, "speedup"), get_text(row, "method")) for row in timed)
-    )
+    timed = require_any(row for row in run.rows if get_number(row, "speedup") is not None)
+    best, method = max((need_number(row, "speedup"), get_text(row, "method")) for row in timed)
     note = f"The fastest rule; {run.heading}. The machine is named at the end of this page."
     verdict = Verdict.AGREES if best < 1 else Verdict.AHEAD
     return f"{format_number(best, 2)} times ({method})", verdict, note, [run.record]
@@ -178,20 +172,19 @@ def _merging(records: RecordSet) -> Measured:
 def _best_merging(records: RecordSet) -> Measured:
     run = judged_run(reduction_runs(records))
     theirs, their_kl, cost = run.values("tome:8", "agreement_percent", "output_kl", "gflops")
+    cheapest = (1 - SAME_COST) * cost
     rows = [
         row
         for row in run.families.get("free-energy", [])
-        if (1 - SAME_COST) * cost <= (get_number(row, "gflops") or 0.0) <= cost
+        if cheapest <= (get_number(row, "gflops") or 0.0) <= cost
     ]
     costliest = max(rows, key=lambda row: need_number(row, "gflops"), default={})
     method = get_text(costliest, "method") or "free-energy:8"
     ours, kl, our_cost = run.values(method, "agreement_percent", "output_kl", "gflops")
-    if max(kl, their_kl) < NEGLIGIBLE_KL:
+    if max(kl, their_kl) < NEGLIGIBLE_KL or (ours >= theirs) != (kl < their_kl):
         verdict = Verdict.LEVEL
-    elif ours >= theirs and kl < their_kl:
-        verdict = Verdict.AHEAD
     else:
-        verdict = Verdict.LEVEL if ours >= theirs or kl < their_kl else Verdict.DIFFERS
+        verdict = Verdict.AHEAD if ours >= theirs else Verdict.DIFFERS
     note = (
         f"{run.heading}: tome:8 has {format_percent(theirs, 2)}, {format_small(their_kl)}; "
         f"{format_number(our_cost)} against {format_number(cost)} GFLOPs."

@@ -7,7 +7,6 @@ baseline are of the same images, and their intervals are from the bootstrap over
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,15 +51,6 @@ MATCHING_SEED = 1_000_003  # far from the seeds of the images that are measured
 # What a method gives on every image, (images,) each: `agreeing`, `right`, `output_kl`, `mask_iou` with
 # the object, and `leaf_ratio` of rules.
 Outcome = dict[str, NDArray[np.float64]]
-
-
-class SegmentedBatch(NamedTuple):
-    """Images on the device with their objects, and what the full model gives."""
-
-    pixels: Tensor  # (B, 3, H, W)
-    labels: Sequence[int | None]
-    masks: Tensor  # (B, H, W) bool
-    logits: Tensor  # (B, classes)
 
 
 def run(
@@ -142,23 +132,20 @@ class Comparison:
         seed: int,
         device: str,
     ) -> None:
-        self.subject = Segmenter(loaded, device)
+        self.subject, size = Segmenter(loaded, device), loaded.preprocess.size[0]
         self.layers, self.seed = layers, seed
-        self.batches = self._read(check_integer("images", images, low=1), seed, batch_size)
-        (self.matching,) = self._read(MATCHING_IMAGES, MATCHING_SEED + seed, MATCHING_IMAGES)
-
-    @torch.inference_mode()
-    def _read(self, count: int, seed: int, batch_size: int) -> list[SegmentedBatch]:
-        """Return drawn images on the device, with the outputs of the full model."""
-        preprocess, found = self.subject.model.preprocess, []
-        drawn = list(EmbeddedImages(count, seed, preprocess.size[0]))
-        batches = ImageBatches(drawn, preprocess, batch_size, workers=0)
-        for batch in batches.read(range(len(batches.sizes))):
-            pixels = self.subject.load(batch)
-            masks = [torch.from_numpy(drawn[index].mask) for index in batch.indices]
-            logits = self.subject.logits(pixels)
-            found.append(SegmentedBatch(pixels, batch.labels, torch.stack(masks), logits))
-        return found
+        drawn = list(EmbeddedImages(check_integer("images", images, low=1), seed, size))
+        batches = ImageBatches(drawn, loaded.preprocess, batch_size, workers=0)
+        # Images on the device, their labels and objects, and the outputs of the full model.
+        self.batches: list[tuple[Tensor, Sequence[int | None], Tensor, Tensor]] = []
+        with torch.inference_mode():
+            for batch in batches.read(range(len(batches.sizes))):
+                pixels = self.subject.load(batch)
+                objects = torch.stack([torch.from_numpy(drawn[i].mask) for i in batch.indices])
+                full = self.subject.logits(pixels)
+                self.batches.append((pixels, batch.labels, objects, full))
+        others = EmbeddedImages(MATCHING_IMAGES, MATCHING_SEED + seed, size)
+        self.matching = loaded.preprocess.batch([one.pixels for one in others]).to(device)
 
     def rules(self, names: Sequence[str], share: float) -> list[Row]:
         """Measure rules at a share of leaves in percent."""
@@ -185,8 +172,8 @@ class Comparison:
         rows = [self.row(baseline, first, first) | {"gflops": target, "baseline": baseline}]
         for name in names:
             # Shares of tokens kept that all policies accept.
-            options: Any = {"tolerance": COST_TOLERANCE * target, "limits": (0.5, 1.0)}
-            method = match_method(name, 0.9, target, self._gflops, **options)
+            tolerance = COST_TOLERANCE * target
+            method = match_method(name, 0.9, target, self._gflops, tolerance, (0.5, 1.0))
             cost = {"gflops": self._gflops(method), "baseline": baseline}
             rows.append(self.row(method, self.measure(method), first) | cost)
         return rows
@@ -196,9 +183,9 @@ class Comparison:
         """Measure one method on all images."""
         found = []
         with self._applied(method):
-            for batch in self.batches:
-                columns = self.subject.compare(method, batch.pixels, batch.logits, batch.labels)
-                columns["mask_iou"] = mask_iou(self.subject.masks, batch.masks)
+            for pixels, labels, objects, full in self.batches:
+                columns = self.subject.compare(method, pixels, full, labels)
+                columns["mask_iou"] = mask_iou(self.subject.masks, objects)
                 found.append(columns)
         return {
             name: torch.cat([columns[name].double().cpu() for columns in found]).numpy()
@@ -226,12 +213,12 @@ class Comparison:
     def _leaf_percent(self, method: str) -> float:
         model = self.subject.model.model
         with self._applied(method), observed_trees(model) as trees:
-            model(self.matching.pixels)
+            model(self.matching)
         return 100 * float(trees.columns()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
         with self._applied(method):
-            return count_flops(self.subject.model.model, self.batches[0].pixels[:1]) / 1e9
+            return count_flops(self.subject.model.model, self.batches[0][0][:1]) / 1e9
 
     def _applied(self, method: str) -> AbstractContextManager[ModelMethod]:
         """Apply a method so that the masks are on the full grid."""
@@ -243,14 +230,15 @@ def match_method(
     first: float,
     target: float,
     measure: Callable[[str], float],
-    *given: Any,
-    **limits: Any,
+    tolerance: float,
+    limits: tuple[float, float] = (0.0, float("inf")),
 ) -> str:
-    """Return a method with the value at which a measure has a target; see `match_value`."""
-    value = match_value(
-        first, target, lambda tried: measure(f"{name}:{tried:.4g}"), *given, **limits
-    )
-    return f"{name}:{value:.4g}"
+    """Return a method with the value at which a measure of it has a target; see `match_value`."""
+
+    def method(value: float) -> str:
+        return f"{name}:{value:.4g}"
+
+    return method(match_value(first, target, lambda v: measure(method(v)), tolerance, limits))
 
 
 def match_value(
@@ -258,7 +246,6 @@ def match_value(
     target: float,
     measure: Callable[[float], float],
     tolerance: float,
-    *,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> float:
     """Search the value of a method at which a measure has a target.

@@ -1,7 +1,6 @@
 """Figures of the speed of patched models: times as bars, and masks side by side."""
 
 import base64
-import binascii
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,34 +84,30 @@ def _draw_times(
 ) -> None:
     """Draw a bar of the time of every row, with measures beside it at steps of the width."""
     times = [get_number(row, "milliseconds") or 0.0 for row in rows]
-    small: dict[str, Any] = {"fontsize": plots.SMALL, "va": "center"}
+    columns = [(1 - step * place, measure) for place, measure in enumerate(reversed(measures))]
+
+    def write(x: float, y: float, text: str, transform: Any, **options: Any) -> None:
+        axes.text(x, y, text, transform=transform, ha="right", fontsize=plots.SMALL, **options)
+
     for line, (row, time) in enumerate(zip(rows, times, strict=True)):
         full = get_text(row, "method") == FULL
         axes.barh(line, time, 0.6, color=plots.LIGHT["mean" if full else "optimal"])
         label = f"{time:.0f} ms" if time < 1000 else f"{time / 1000:.1f} s"
         label += "" if full else f"  {get_number(row, 'speedup') or 0.0:.1f}×"
-        axes.annotate(label, (time, line), (6, 0), textcoords="offset points", **small)
-        for place, (column, _, decimals) in enumerate(reversed(measures)):
+        place: dict[str, Any] = {
+            "textcoords": "offset points",
+            "fontsize": plots.SMALL,
+            "va": "center",
+        }
+        axes.annotate(label, (time, line), (6, 0), **place)
+        for x, (column, _, decimals) in columns:
             shown = format_number(get_number(row, column), decimals)
-            axes.text(
-                1 - step * place,
-                line,
-                shown,
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                **small,
-            )
-    for place, (_, heading, _) in enumerate(reversed(measures)):
-        axes.text(
-            1 - step * place, 1.0, heading, transform=axes.transAxes, ha="right",
-            fontsize=plots.SMALL, color=plots.LIGHT["muted"],
-        )  # fmt: skip
+            write(x, line, shown, axes.get_yaxis_transform(), va="center")
+    for x, (_, heading, _) in columns:
+        write(x, 1.0, heading, axes.transAxes, color=plots.LIGHT["muted"])
     axes.set_yticks(range(len(rows)), [setting_title(row) for row in rows])
-    axes.set(
-        xticks=[],
-        ylim=(len(rows) - 0.5, -0.5),
-        xlim=(0, max(times) / (0.72 - step * len(measures))),
-    )
+    right = max(times) / (0.72 - step * len(measures))
+    axes.set(xticks=[], ylim=(len(rows) - 0.5, -0.5), xlim=(0, right))
     axes.spines["bottom"].set_visible(False)
     axes.grid(visible=False)
 
@@ -121,12 +116,10 @@ def _draw_times(
 def masks(records: RecordSet, narrow: bool) -> "Drawing":
     """Images with the masks that the full and the patched model predict, and their difference."""
     best = best_setting(records.rows("faster", what="setting"))
-    strips = [Strip(_mask_panels(rows, best)) for rows in group(_examples(records), "title")]
-    return draw_strips(strips, narrow, 3 if narrow else 5)
-
-
-def _examples(records: RecordSet) -> list[Row]:
-    return records.rows("faster", what="image")
+    images = group(records.rows("faster", what="image"), "title")
+    return draw_strips(
+        [Strip(_mask_panels(rows, best)) for rows in images], narrow, 3 if narrow else 5
+    )
 
 
 def best_setting(settings: Sequence[Row], most_iou: float = 0.02) -> str:
@@ -196,12 +189,12 @@ def read_mask(row: Row, column: str) -> Mask:
     side = int(get_number(row, "mask_side") or 0)
     try:
         data = base64.b64decode(get_text(row, column), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         data = b""
     if side < 1 or len(data) != -(-side * side // 8):
         raise ValueError(
             f"{get_text(row, 'title') or 'a row'} holds {len(data)} bytes of {column} for {side}x{side} "
             "pixels; pass base64 of one bit for each pixel in raster order"
         )
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8))[: side * side]
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=side * side)
     return bits.reshape(side, side).astype(bool)

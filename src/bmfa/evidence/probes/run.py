@@ -109,9 +109,8 @@ def run(
     for part in compute_parts(
         list(map(len, parts)), compute, resume=resume, identity=identity, progress=progress
     ):
-        faults: Counter[str] = Counter(part["faults"])
-        left_out: Counter[str] = Counter(part["left_out"])
-        tally.merge(Tally(strict, faults, left_out, part["names"]))
+        counts = Counter(part["faults"]), Counter(part["left_out"])
+        tally.merge(Tally(strict, *counts, part["names"]))
         scores.append(_unpack_scores(part["scores"], grid))
         sizes += part["sizes"]
         frequencies += part["frequencies"]
@@ -123,11 +122,10 @@ def run(
 
     def measure() -> list[Row]:
         estimates = estimate_all(names, instances, grid, tau=TAU, seed=seed)
-        found = zip(names, estimates, strict=True)
         return [
             {"dataset": dataset, "mode": mode, "method": name, "group": group}
             | gap_row(name, estimate, grid, members)
-            for name, estimate in found
+            for name, estimate in zip(names, estimates, strict=True)
             for group, members in groups
         ]
 

@@ -92,12 +92,10 @@ def compute_parts(
                     yield done[reached]
                     reached += 1
     except ImagesLostError as error:
-        batches = "1 batch is" if len(done) == 1 else f"{len(done)} batches are"
-        state = (
-            "nothing of this run is saved (--resume FILE would keep partial results)"
-            if file is None
-            else f"{batches} saved in {resume}, and --resume {resume} continues from there"
-        )
+        state = "nothing of this run is saved (--resume FILE would keep partial results)"
+        if file is not None:
+            batches = "1 batch is" if len(done) == 1 else f"{len(done)} batches are"
+            state = f"{batches} saved in {resume}, and --resume {resume} continues from there"
         raise ImagesLostError(f"{error}; {state}") from None
 
 
