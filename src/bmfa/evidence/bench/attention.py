@@ -16,16 +16,8 @@ from bmfa.attention.api import screened_attention
 from bmfa.attention.call import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense, peers, summary
+from bmfa.evidence.bench import dense, measure, peers, summary
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs, as_projection
-from bmfa.evidence.bench.measure import (
-    TIMING,
-    compared_rows,
-    each_size,
-    mean_times,
-    path_of,
-    run_as_timed,
-)
 from bmfa.evidence.bench.methods import (
     ScreenedCall,
     arguments,
@@ -117,11 +109,11 @@ def run(
     blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
     present, notes = peers.available()
 
-    def measure(size: int) -> list[Row]:
+    def measure_size(size: int) -> list[Row]:
         return SizeBenchmark(source.record(size, blocks), plan, present, notes).rows()
 
     with torch.inference_mode(), missed_targets_ignored():
-        rows, interrupted = each_size(sizes, measure, progress)
+        rows, interrupted = measure.each_size(sizes, measure_size, progress)
     if source.model == RANDOM:
         rows = [{**row, "keys": "random q, k, v"} for row in rows]
     settings = {
@@ -132,7 +124,7 @@ def run(
         "repeats": repeats,
         **({"threads": list(plan.threads)} if plan.threads else {}),
         "seed": source.seed,
-        "timing": for_device(TIMING, plan.device),
+        "timing": for_device(measure.TIMING, plan.device),
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**notes, **interrupted},
@@ -200,9 +192,9 @@ class SizeBenchmark:
         rows: list[Row] = []
         for count in self.plan.threads or (torch.get_num_threads(),):
             with timing.threads(count):
-                times = mean_times(self.cases(calls), self.plan.repeats, self.plan.device)
+                times = measure.mean_times(self.cases(calls), self.plan.repeats, self.plan.device)
             several = {"threads": count} if len(self.plan.threads) > 1 else {}
-            rows += [{**row, **several} for row in compared_rows(measured, times)]
+            rows += [{**row, **several} for row in measure.compared_rows(measured, times)]
         return rows
 
     def _dense_calls(self) -> dict[str, ScreenedCall]:
@@ -255,9 +247,9 @@ class SizeBenchmark:
         """
         for index, tokens in enumerate(self.timed):
             yield {
-                name: _bind(scaled_dot_product_attention if path_of(name) else call, tokens)
+                name: _bind(scaled_dot_product_attention if measure.path_of(name) else call, tokens)
                 for name, call in calls.items()
-                if not index or not path_of(name)
+                if not index or not measure.path_of(name)
             }
 
     def measure(self, name: str, call: ScreenedCall, density: float | None) -> Row:
@@ -271,7 +263,7 @@ class SizeBenchmark:
             for start in range(0, self.images, self.batch):
                 images = slice(start, start + self.batch)
                 work = partial(call, *(x[images] for x in tokens))
-                result, _ = run_as_timed(work, self.plan.device)
+                result, _ = measure.run_as_timed(work, self.plan.device)
                 if isinstance(result, Screened):
                     stats.append(result.stats)
                     result = result.output
@@ -280,7 +272,7 @@ class SizeBenchmark:
                 by_call.append(float((output - expected).norm() / expected.norm()))
                 distances = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
                 by_query.append(distances.flatten().cpu())
-        shares = [1.0] if path_of(name) else [one.density for one in stats] or [density]
+        shares = [1.0] if measure.path_of(name) else [one.density for one in stats] or [density]
         return {
             "what": "attention",
             "n": self.inputs.grid.size,
@@ -304,7 +296,7 @@ class SizeBenchmark:
     def _memory(self, call: ScreenedCall) -> Row:
         """Return the peak with q, k, v and output, and what is held besides in percent of k and v."""
         tokens = self.timed[0]
-        _, peak = run_as_timed(_bind(call, tokens), self.plan.device)
+        _, peak = measure.run_as_timed(_bind(call, tokens), self.plan.device)
         if peak is None:
             return {"peak_mebibytes": None, "extra_memory_percent": None}
         tensor_bytes = tokens[0].numel() * tokens[0].element_size()

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from bmfa.data.drawn.scenes import draw_scene
 from bmfa.data.images import ImageFiles
@@ -18,6 +17,7 @@ from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.families import VisionTransformer, find_vision_transformer
 from bmfa.models.loading import check_img_size, check_timm_name
+from bmfa.models.replacement import Interceptor
 from bmfa.packages import load_package
 
 Pixels = NDArray[np.uint8]
@@ -142,38 +142,27 @@ def as_projection(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     return q, k, v
 
 
-class _Recorder(TorchFunctionMode):
-    """Keeps q, k, v of chosen calls of scaled_dot_product_attention, one call for each block."""
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        super().__init__()
-        self.blocks, self.calls = blocks, 0
-        self.recorded: dict[int, QKV] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is scaled_dot_product_attention:
-            if self.calls in self.blocks:
-                q, k, v = args[:3]
-                self.recorded[self.calls] = (q, k, v)
-            self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _record(
     model: nn.Module, options: Any, pixels: Tensor, blocks: Sequence[int]
 ) -> dict[int, QKV]:
-    recorder = _Recorder(blocks)
-    with torch.inference_mode(), recorder:
+    """Return q, k, v of some calls of scaled_dot_product_attention, one call for each block."""
+    recorded: dict[int, QKV] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if interceptor.calls - 1 in blocks:
+            recorded[interceptor.calls - 1] = (q, k, v)
+        return scaled_dot_product_attention(q, k, v, *args, **kwargs)
+
+    interceptor = Interceptor(attend)
+    with torch.inference_mode(), interceptor:
         model(pixels, **options)
-    if recorder.calls <= max(blocks):
+    if interceptor.calls <= max(blocks):
         raise ValueError(
-            f"{type(model).__name__} called scaled_dot_product_attention {recorder.calls} times, too "
+            f"{type(model).__name__} called scaled_dot_product_attention {interceptor.calls} times, too "
             f"few for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is "
             "fused"
         )
-    return recorder.recorded
+    return recorded
 
 
 def load_any_size(

@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from bmfa import timing
 from bmfa.attention.result import Stats
 from bmfa.checks import check_integer
+from bmfa.evidence.bench import measure
 from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_images
-from bmfa.evidence.bench.measure import (
-    TIMING,
-    compared_rows,
-    each_size,
-    mean_times,
-    on_path,
-    run_as_timed,
-)
 from bmfa.evidence.bench.methods import (
     arguments,
     default_backend,
@@ -129,13 +122,13 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     chosen = list(sizes) or list(for_device(SIZES, device))
     known: dict[str, Any] = {"weights": "", "images": []}
 
-    def measure(size: int) -> list[Row]:
+    def measure_size(size: int) -> list[Row]:
         benchmark = SizeBenchmark(settings, check_integer("img_size", size, low=16))
         known.update(weights=benchmark.weights, images=benchmark.names)
         return benchmark.rows()
 
     with torch.inference_mode(), missed_targets_ignored():
-        rows, absent = each_size(chosen, measure, progress)
+        rows, absent = measure.each_size(chosen, measure_size, progress)
     recorded = {
         "model": settings.model,
         "layers": settings.layers,
@@ -146,7 +139,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "decoder": settings.decoder and os.path.basename(settings.decoder),
         "sizes": chosen,
         "batch_size": settings.batch_size,
-        "timing": for_device(TIMING, device),
+        "timing": for_device(measure.TIMING, device),
         "error": ERROR,
         **({"absent": absent} if absent else {}),
     }
@@ -191,15 +184,17 @@ class SizeBenchmark:
         for name in self.settings.methods or for_device(DEFAULT_METHODS, self.device):
             models[name] = self._screened_model(name)
         works = {name: self._forward(model) for name, model in models.items()}
-        times = mean_times((works for _ in self._batches()), self.settings.repeats, self.device)
+        times = measure.mean_times(
+            (works for _ in self._batches()), self.settings.repeats, self.device
+        )
         best = min(dense_names, key=lambda name: times[name][0])
-        with on_path(best):
+        with measure.on_path(best):
             expected = [self._features(models[best]) for _ in self._batches()]
         measured: dict[str, Row] = {}
         for name, model in models.items():
-            with on_path(name):
+            with measure.on_path(name):
                 measured[name] = self._measure(name, model, expected)
-        return compared_rows(measured, times)
+        return measure.compared_rows(measured, times)
 
     def _batches(self) -> Iterator[Tensor]:
         """Put one batch of images after the other where the models read them."""
@@ -231,14 +226,14 @@ class SizeBenchmark:
 
         with observe(model, lambda inputs, screened: stats.append(screened.stats)):
             for wanted, _ in zip(expected, self._batches(), strict=True):
-                output, _ = run_as_timed(forward, self.device)
+                output, _ = measure.run_as_timed(forward, self.device)
                 errors += relative_errors(output, wanted).tolist()
                 densities.append(mean(one.density for one in stats))
                 if self.decoder is not None:
                     where = self.grid, self.vit.prefix
                     pair = (masks(self.decoder, x, *where) for x in (output, wanted))
                     agreements += mask_iou(*pair).tolist()
-        _, peak = run_as_timed(self._forward(model), self.device)
+        _, peak = measure.run_as_timed(self._forward(model), self.device)
         return {
             "what": "model",
             "img_size": self.size,

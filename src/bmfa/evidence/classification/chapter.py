@@ -2,25 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page import leaf_plots, paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
-from bmfa.evidence.page.leaf_plots import (
-    OUTPUT_MEASURES,
-    Panel,
-    against_leaf_ratio,
-    draw_families,
-    set_measure_axis,
-)
 from bmfa.evidence.page.model_runs import ModelRun, is_reduction, judged_run, model_runs
-from bmfa.evidence.page.record_set import (
-    RecordSet,
-    get_number,
-    get_text,
-    need_number,
-    require_any,
-)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, need_number, require_any
 from bmfa.records import Row
 
 if TYPE_CHECKING:
@@ -73,11 +60,11 @@ def top1(records: RecordSet, narrow: bool) -> "Drawing":
     """Top-1 accuracy against leaf ratio, ours and the paper's."""
     runs = require_any(rule_runs(records))
     full = [get_number(run.full, "top1_percent") for run in runs]
-    sources: list[Panel] = [(run.panel_title, run.rows, []) for run in runs]
+    sources: list[leaf_plots.Panel] = [(run.panel_title, run.rows, []) for run in runs]
     sources.append((f"Paper: {paper.MODEL}, ImageNet", paper.imagenet_rows(), []))
     measure = ("top1_percent", "top-1, %; the line is the full model")
     full.append(paper.IMAGENET["full"].top1_percent)
-    return against_leaf_ratio(sources, [measure], narrow, full)
+    return leaf_plots.against_leaf_ratio(sources, [measure], narrow, full)
 
 
 @plots.figure("accuracy", "evaluate")
@@ -88,9 +75,11 @@ def accuracy(records: RecordSet, narrow: bool) -> "Drawing":
     drawing, panels = plots.panels(len(runs), 2, narrow, 330, names)
     for run, axes in zip(runs, panels, strict=True):
         labelled = any(get_number(row, "top1_percent") is not None for row in run.rows)
-        column, y_label = ("top1_percent", "top-1, %") if labelled else OUTPUT_MEASURES[0]
+        column, y_label = (
+            ("top1_percent", "top-1, %") if labelled else leaf_plots.OUTPUT_MEASURES[0]
+        )
         plots.mark_level(axes, get_number(run.full, RATE), get_number(run.full, column))
-        draw_families(axes, run.rows, RATE, column)
+        leaf_plots.draw_families(axes, run.rows, RATE, column)
         plots.set_log_range(axes, "x", [need_number(row, RATE) for row in run.rows], 1.15)
         axes.margins(y=0.08)
         plots.label(axes, run.panel_title, y_label, SPEED_LABEL)
@@ -103,10 +92,10 @@ def reductions(records: RecordSet, narrow: bool) -> "Drawing":
     runs = reduction_runs(records)
     names = list(dict.fromkeys(name for run in runs for name in run.families))
     drawing, panels = plots.panels(2 * len(runs), 2, narrow, 290, names)
-    pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
+    pairs = [(run, measure) for run in runs for measure in leaf_plots.OUTPUT_MEASURES]
     for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
-        set_measure_axis(axes, column, run.rows)
-        draw_families(axes, run.rows, "gflops", column)
+        leaf_plots.set_measure_axis(axes, column, run.rows)
+        leaf_plots.draw_families(axes, run.rows, "gflops", column)
         plots.mark_level(axes, x=get_number(run.full, "gflops"))
         plots.label(axes, run.panel_title, y_label, "GFLOPs per image; the line is the full model")
     return drawing

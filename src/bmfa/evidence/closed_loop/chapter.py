@@ -3,16 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page import leaf_plots, paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import ClaimTest, Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_percent, format_small
-from bmfa.evidence.page.leaf_plots import (
-    OUTPUT_MEASURES,
-    against_leaf_ratio,
-    clip_kl,
-    set_measure_axis,
-)
 from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs, judged_run, layer_runs
 from bmfa.evidence.page.record_set import RecordSet, get_text, need_number, require_any, unique
 
@@ -53,7 +47,7 @@ def closed_loop(records: RecordSet, narrow: bool) -> "Drawing":
     ]
     printed = [{"method": name, **vars(point)} for name, point in paper.CLOSED_LOOP.items()]
     sources.append((f"Paper: {paper.MODEL}, COCO", printed, []))
-    return against_leaf_ratio(sources, OUTPUT_MEASURES, narrow)
+    return leaf_plots.against_leaf_ratio(sources, leaf_plots.OUTPUT_MEASURES, narrow)
 
 
 @plots.figure("layers", "closed-loop")
@@ -61,13 +55,14 @@ def layers(records: RecordSet, narrow: bool) -> "Drawing":
     """Agreement and output KL over the screened layers, several layers and single ones."""
     runs = sorted(require_any(layer_runs(records)), key=_is_single)
     drawing, panels = plots.panels(2 * len(runs), 2, narrow, 300)
-    pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
+    pairs = [(run, measure) for run in runs for measure in leaf_plots.OUTPUT_MEASURES]
     for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
         choices = unique(run.rows, "layers")
         rows = [
-            {**row, "index": choices.index(get_text(row, "layers"))} for row in clip_kl(run.rows)
+            {**row, "index": choices.index(get_text(row, "layers"))}
+            for row in leaf_plots.clip_kl(run.rows)
         ]
-        set_measure_axis(axes, column, rows)
+        leaf_plots.set_measure_axis(axes, column, rows)
         ends = plots.draw_methods(axes, rows, "index", column)
         axes.set_xticks(range(len(choices)), [c.replace("last-", "last ") for c in choices])
         axes.set_xlim(-0.25, len(choices) - 0.75)

@@ -11,13 +11,7 @@ from bmfa.evidence.page.claims import Measured, Verdict, claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import of_family
 from bmfa.evidence.page.panels import method_title
-from bmfa.evidence.page.record_set import (
-    RecordSet,
-    get_number,
-    get_text,
-    need_number,
-    require_any,
-)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, need_number, require_any
 from bmfa.records import Record, Row
 
 if TYPE_CHECKING:

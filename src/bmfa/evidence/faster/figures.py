@@ -9,17 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.evidence.methods import FULL
-from bmfa.evidence.page import plots
+from bmfa.evidence.page import panels, plots
 from bmfa.evidence.page.formats import format_number
-from bmfa.evidence.page.panels import (
-    Panel,
-    Strip,
-    draw_strips,
-    group,
-    overlay,
-    photograph,
-    photograph_panel,
-)
 from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
 from bmfa.records import Row
 
@@ -51,7 +42,7 @@ def cpu_models(records: RecordSet) -> list[list[Row]]:
         if row.get("what") == "model" and not get_text(row, "method").startswith("full-")
     ]
     rows.sort(key=lambda row: (row["method"] != FULL, row["method"]))
-    return group(rows, "model", "img_size")
+    return panels.group(rows, "model", "img_size")
 
 
 @plots.figure("faster-models", "bench")
@@ -60,8 +51,8 @@ def faster_models(records: RecordSet, narrow: bool) -> "Drawing | None":
     models = cpu_models(records)
     if not models:
         return None
-    drawing, panels = plots.panels(len(models), 2, narrow, 175)
-    for axes, rows in zip(panels, models, strict=True):
+    drawing, places = plots.panels(len(models), 2, narrow, 175)
+    for axes, rows in zip(places, models, strict=True):
         measures = [one for one in MODEL_MEASURES if any(one[0] in row for row in rows)]
         _draw_times(axes, rows, [] if narrow else measures, 0.21)
         title = f"{rows[0]['model']}, {rows[0]['img_size']:,} px"
@@ -116,9 +107,9 @@ def _draw_times(
 def masks(records: RecordSet, narrow: bool) -> "Drawing":
     """Images with the masks that the full and the patched model predict, and their difference."""
     best = best_setting(records.rows("faster", what="setting"))
-    images = group(records.rows("faster", what="image"), "title")
-    return draw_strips(
-        [Strip(_mask_panels(rows, best)) for rows in images], narrow, 3 if narrow else 5
+    images = panels.group(records.rows("faster", what="image"), "title")
+    return panels.draw_strips(
+        [panels.Strip(_mask_panels(rows, best)) for rows in images], narrow, 3 if narrow else 5
     )
 
 
@@ -148,7 +139,7 @@ def setting_title(row: Row) -> str:
     return f"patch(error={value})" if name == "error" else "full model"
 
 
-def _mask_panels(rows: Sequence[Row], best: str) -> list[Panel]:
+def _mask_panels(rows: Sequence[Row], best: str) -> list[panels.Panel]:
     """The image, the object, the masks of the full and the patched model, and their difference."""
     by_method = {get_text(row, "method"): row for row in rows}
     full = by_method.get(FULL, rows[0])
@@ -158,11 +149,11 @@ def _mask_panels(rows: Sequence[Row], best: str) -> list[Panel]:
     added, removed = after & ~before, before & ~after
     changed = f"{100 * float((added | removed).mean()):.2f} % of the pixels"
 
-    def panel(title: str, notes: Sequence[str], *shown: tuple[Mask, str]) -> Panel:
-        return Panel(title, partial(_draw_masks, get_text(full, "image"), shown), notes)
+    def panel(title: str, notes: Sequence[str], *shown: tuple[Mask, str]) -> panels.Panel:
+        return panels.Panel(title, partial(_draw_masks, get_text(full, "image"), shown), notes)
 
     return [
-        photograph_panel(full, notes=[get_text(full, "label")]),
+        panels.photograph_panel(full, notes=[get_text(full, "label")]),
         panel("Object", (), (truth, plots.YELLOW)),
         panel("Full model", _numbers(full), (before, plots.YELLOW)),
         panel(setting_title(patched), _numbers(patched), (after, plots.YELLOW)),
@@ -177,11 +168,11 @@ def _numbers(row: Row) -> list[str]:
 
 def _draw_masks(uri: str, masks: Sequence[tuple[Mask, str]], axes: "Axes") -> None:
     """Draw an image, darkened outside of the masks, with the masks in colours over it."""
-    photograph(axes, uri)
+    panels.photograph(axes, uri)
     covered = np.any([mask for mask, _ in masks], axis=0)
-    overlay(axes, np.where(covered, 0.0, 0.72), plots.DARK)
+    panels.overlay(axes, np.where(covered, 0.0, 0.72), plots.DARK)
     for mask, colour in masks:
-        overlay(axes, np.where(mask, 0.85, 0.0), colour)
+        panels.overlay(axes, np.where(mask, 0.85, 0.0), colour)
 
 
 def read_mask(row: Row, column: str) -> Mask:
