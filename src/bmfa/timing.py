@@ -96,20 +96,41 @@ def capture_calls(work: Work, calls: int) -> CapturedCalls | None:
 
 
 def time_alternating(
-    works: Mapping[str, Work], repeats: int, device: torch.device
+    works: Mapping[str, Work],
+    repeats: int,
+    device: torch.device,
+    least_seconds: float = 0.0,
+    most_calls: int = 1,
 ) -> dict[str, float]:
-    """Return the median milliseconds of calls that take turns, so that drift affects all alike."""
+    """Return the median milliseconds of calls that take turns, so that drift affects all alike.
+
+    Args:
+        works: Functions to call.
+        repeats: Number of samples of each.
+        device: Device on which the functions run.
+        least_seconds: Duration of a sample: as many calls in a row as that takes.
+        most_calls: Most calls in a sample.
+    """
     samples: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
+    calls = dict.fromkeys(works, 1)
+    for name, work in works.items():
         work()
+        if most_calls > 1:
+            once = _seconds(work, device, 1)
+            calls[name] = max(1, min(most_calls, int(least_seconds / max(once, 1e-9)) + 1))
     for _ in range(repeats):
         for name, work in works.items():
-            synchronize(device)
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            samples[name].append(1e3 * (time.perf_counter() - start))
+            samples[name].append(1e3 * _seconds(work, device, calls[name]) / calls[name])
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _seconds(work: Work, device: torch.device, calls: int) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def synchronize(device: torch.device) -> None:

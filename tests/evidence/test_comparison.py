@@ -1,5 +1,7 @@
 """Rules at equal leaves and policies at equal operations: matching, intervals, rows and the chapters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,24 +15,13 @@ from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import load_model, patch, unpatch
 from bmfa.models.embedded import mask_iou, preprocess
 
-LEAVES_CLAIM, MERGING_CLAIM = "at equal leaves", "Merging by free energy"
 
-
-@pytest.fixture(scope="module")
-def record():
-    return comparison.run(
-        load_model("embedded"),
-        rules=["fixed-blocks", "gamma", "optimal"],
-        leaves=[25.0],
-        policies=["free-energy", "random-pool"],
-        baselines=["tome:24"],
-        images=6,
-        batch_size=4,
-    )
-
-
-def test_rows_are_matched_and_complete(record):
+def test_rows_are_matched_complete_and_those_of_the_patched_model():
+    options = {"rules": ["fixed-blocks", "gamma", "optimal"], "leaves": [25.0]}
+    options |= {"policies": ["free-energy", "random-pool"], "baselines": ["tome:24"]}
+    record = comparison.run(load_model("embedded"), **options, images=6, batch_size=4)
     full, fixed, gamma, optimal, tome, energy, random = record.rows
+    assert record.settings["images"] == 6
     assert (full["method"], full["agreement_percent"], full["output_kl"]) == ("full", 100.0, 0.0)
     assert (fixed["method"], fixed["leaf_percent"]) == ("fixed-blocks:2", 25.0)
     for row in (gamma, optimal):
@@ -46,47 +37,37 @@ def test_rows_are_matched_and_complete(record):
         difference = row["agreement_percent"] - base["agreement_percent"]
         assert row["gain_pp"] == pytest.approx(difference)
 
-
-def test_a_row_is_what_the_patched_model_gives(record):
     model = load_model("embedded").model
     pixels, labels, masks = draw_badge_batch(0, range(6))
     with torch.inference_mode():
-        full = model(preprocess(pixels)).argmax(1)
+        before = model(preprocess(pixels)).argmax(1)
         patch(model, rule="fixed-blocks:2", layers="all")
         logits, found = model.forward_dense(preprocess(pixels))
         unpatch(model)
-    row = record.rows[1]
-    agreeing = (logits.argmax(1) == full).double().mean()
+    agreeing = (logits.argmax(1) == before).double().mean()
     right = (logits.argmax(1) == torch.from_numpy(labels)).double().mean()
-    assert row["agreement_percent"] == pytest.approx(100 * agreeing.item())
-    assert row["top1_percent"] == pytest.approx(100 * right.item())
+    assert fixed["agreement_percent"] == pytest.approx(100 * agreeing.item())
+    assert fixed["top1_percent"] == pytest.approx(100 * right.item())
     overlap = mask_iou(found, torch.from_numpy(masks)).mean().item()
-    assert row["mask_iou"] == pytest.approx(overlap, abs=1e-3)
+    assert fixed["mask_iou"] == pytest.approx(overlap, abs=1e-3)
 
 
-def test_the_model_is_left_as_it_was(record):
+def test_refusals():
     model = load_model("embedded")
-    assert record.settings["images"] == 6
-    with pytest.raises(TypeError, match=r"the model is Linear; pass load_model\('embedded'\)"):
-        comparison.run(
-            type(model)("other", torch.nn.Linear(1, 1), model.preprocess), policies=[], images=1
-        )
     few = {"policies": [], "baselines": [], "images": 1}
-    with pytest.raises(ValueError, match=r"rule 'delta' at 25\.0 % leaves is unknown"):
-        comparison.run(model, rules=["delta"], leaves=[25.0], **few)
-    with pytest.raises(ValueError, match="rule 'gamma' at 12 % leaves is unknown"):
-        comparison.run(model, rules=["gamma"], leaves=[12], **few)
+    with pytest.raises(TypeError, match=r"the model is Linear; pass load_model\('embedded'\)"):
+        comparison.run(replace(model, model=torch.nn.Linear(1, 1)), **few)
+    for rule, share in (("delta", 25.0), ("gamma", 12)):
+        with pytest.raises(ValueError, match=rf"rule '{rule}' at {share} % leaves is unknown"):
+            comparison.run(model, rules=[rule], leaves=[share], **few)
 
 
-@pytest.mark.parametrize("target", [0.02, 3.0, 700.0])
-def test_a_value_is_found_for_rising_and_falling_measures(target):
-    rising = match_value(1.0, target, lambda value: value**2, 0.01 * target)
-    falling = match_value(1.0, target, lambda value: 1 / value, 0.01 * target)
-    assert rising**2 == pytest.approx(target, rel=0.01)
-    assert 1 / falling == pytest.approx(target, rel=0.01)
-
-
-def test_a_step_ends_the_search_at_the_nearest_side():
+def test_a_value_is_found_for_rising_and_falling_measures_and_nearest_to_a_step():
+    for target in (0.02, 3.0, 700.0):
+        rising = match_value(1.0, target, lambda value: value**2, 0.01 * target)
+        falling = match_value(1.0, target, lambda value: 1 / value, 0.01 * target)
+        assert rising**2 == pytest.approx(target, rel=0.01)
+        assert 1 / falling == pytest.approx(target, rel=0.01)
     seen = []
 
     def step(value):
@@ -99,21 +80,16 @@ def test_a_step_ends_the_search_at_the_nearest_side():
     assert match_value(0.9, 5.0, lambda value: value, 0.01, limits=(0.5, 1.0)) == 1.0
 
 
-def verdict(record, words):
-    claims = all_claims(RecordSet([record]))
-    return next(claim.verdict for claim in claims if words in claim.claim)
-
-
-def test_the_verdicts_follow_the_numbers():
-    ahead = model_records.comparison()
-    assert verdict(ahead, LEAVES_CLAIM) is verdict(ahead, MERGING_CLAIM) is Verdict.AHEAD
-    level = model_records.comparison(lead=4.0, gain=(1.0, -2.0, 4.0))
-    assert verdict(level, LEAVES_CLAIM) is verdict(level, MERGING_CLAIM) is Verdict.LEVEL
-    behind = model_records.comparison(gain=(-5.0, -8.0, -2.0))
-    assert verdict(behind, MERGING_CLAIM) is Verdict.DIFFERS
-
-
-def test_the_chapters_state_spread_order_and_lead():
+def test_the_chapters_and_their_verdicts_follow_the_numbers():
+    for options, leaves, merging in (
+        ({}, Verdict.AHEAD, Verdict.AHEAD),
+        ({"lead": 4.0, "gain": (1.0, -2.0, 4.0)}, Verdict.LEVEL, Verdict.LEVEL),
+        ({"gain": (-5.0, -8.0, -2.0)}, Verdict.AHEAD, Verdict.DIFFERS),
+    ):
+        claims = all_claims(RecordSet([model_records.comparison(**options)]))
+        found = {claim.claim: claim.verdict for claim in claims}
+        assert [v for text, v in found.items() if "at equal leaves" in text] == [leaves]
+        assert [v for text, v in found.items() if "Merging by free energy" in text] == [merging]
     page = build_page([model_records.comparison()])
     leaves = model_records.page_text(page, "equal-leaves")
     assert "agreement of the rules is 61.0 to 82.0 %, the output KL 0.180 to 0.390" in leaves

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
+from bmfa import timing
 from bmfa.cli import main
 from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.closed_loop import run as closed_loop
-from bmfa.evidence.model_methods import applied, check_methods, parse
+from bmfa.evidence.model_methods import applied, check_methods
 from bmfa.evidence.page import figures
 from bmfa.evidence.runner.loop import Subject, observed_trees
 from bmfa.models import LoadedModel, load_model, patch
@@ -83,20 +85,21 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert not screened_layers(model.model) and not find_reduction(model.model)
 
 
-def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
+def test_rows_do_not_depend_on_labels_or_on_a_patch_before_and_are_those_of_the_closed_loop(
+    model: LoadedModel,
+) -> None:
     images, methods = EmbeddedImages(5), ["optimal:0.002", "random-quadrants:0.5"]
     ours = evaluation.run(model, images, methods, batch_size=2, seed=3, repeats=0)
     theirs = closed_loop.run(model, images, methods, batch_size=2, seed=3)
     for mine, other in zip(ours.rows[1:], theirs.rows[1:], strict=True):
         assert mine["leaf_percent"] == pytest.approx(other["leaf_percent"], rel=1e-9)
         assert mine["output_kl"] == other["output_kl"]
-
-
-def test_images_without_labels_have_no_accuracy(model: LoadedModel) -> None:
-    images = [LabelledImage(p.name, p.pixels) for p in EmbeddedImages(2)]
-    row = evaluation.run(model, images, ["full"], repeats=0).rows[0]
+    unlabelled = [LabelledImage(p.name, p.pixels) for p in EmbeddedImages(2)]
+    row = evaluation.run(model, unlabelled, ["full"], repeats=0).rows[0]
     assert row["top1_percent"] is row["top5_percent"] is row["drop_pp"] is None
     assert row["agreement_percent"] == 100.0
+    patch(model.model, rule="global-mean", layers="all")
+    assert evaluation.run(model, unlabelled, ["full"], repeats=0).rows == [row]
 
 
 def model_flops(attended: list[int], processed: list[int]) -> int:
@@ -119,83 +122,67 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     # 3 heads and 257 queries in 4 layers: of 257 products with keys and with values, 2 are left.
     left = whole - 4 * 2 * 2 * 96 * 257 * (257 - 2)
     assert costs["global-mean"]["gflops"] == left / 1e9
-    with (
-        torch.inference_mode(),
-        applied(model.model, "optimal:0.002", "last-4"),
-        observed_trees(model.model) as trees,
-    ):
+    optimal = applied(model.model, "optimal:0.002", "last-4")
+    with torch.inference_mode(), optimal, observed_trees(model.model) as trees:
         model.logits(pixels)
-    kept = round(
-        256 * float(trees.columns()["leaf_ratio"].sum()) * 4 * 3 * 257
-    )  # leaves of all trees
+    # The leaves of all trees.
+    kept = round(256 * float(trees.columns()["leaf_ratio"].sum()) * 4 * 3 * 257)
     left = whole - 2 * 32 * (4 * 3 * 257 * 256 - kept)
     assert costs["optimal:0.002"]["gflops"] == left / 1e9
     fewer = [257 - 8 * block for block in range(9)]
     merged = model_flops(fewer[:8], fewer[1:])
-    assert costs["random-pool:8"] == {
-        "final_tokens": 257 - 64,
-        "gflops": merged / 1e9,
-    }  # pairs cost no products
+    # Pairs cost no products.
+    assert costs["random-pool:8"] == {"final_tokens": 257 - 64, "gflops": merged / 1e9}
     matching = sum(2 * 32 * (tokens // 2 + 1) ** 2 for tokens in fewer[:8])
     assert merged < 1e9 * costs["tome:8"]["gflops"] <= merged + matching
     assert costs["tome:8"]["final_tokens"] == 257 - 64
 
 
-def test_speed_is_a_median_of_alternating_samples(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+def test_samples_take_turns_short_calls_are_timed_together_and_the_median_counts(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, seen = [0.0], []
 
-    def call(pixels: torch.Tensor) -> torch.Tensor:
-        screened = bool(screened_layers(model.model))
-        assert all(layer.observer is None for layer in screened_layers(model.model))
-        seen.append(screened)
-        late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
-        clock[0] += late * (2.0 if screened else 0.5)
-        return pixels
+    def work(name: str, seconds: float) -> None:
+        seen.append(name)
+        late = 100.0 if len(seen) == 6 else 1.0  # one sample meets a hitch
+        clock[0] += late * seconds
 
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    pixels = throughput.repeat_to_size(torch.zeros(3, 3, 4, 4), 8)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    works = {"full": partial(work, "full", 0.5), "slow": partial(work, "slow", 2.0)}
+    times = throughput.model_times(works, torch.device("cpu"), 3)
+    assert seen == ["full"] * 2 + ["slow"] * 2 + ["full", "slow"] * 3
+    assert [timed for _, timed in times.values()] == ["eager", "eager"]
+    assert [ms for ms, _ in times.values()] == [pytest.approx(500.0), pytest.approx(2000.0)]
+    before = len(seen)
+    times = throughput.model_times({"short": partial(work, "short", 0.01)}, torch.device("cpu"), 2)
+    assert times["short"][0] == pytest.approx(10.0, rel=0.2)
+    assert len(seen) - before >= 2 + 2 * 10
+
+
+def test_methods_are_timed_on_copies_that_share_the_weights(model: LoadedModel) -> None:
     subject = Subject(model)
-    rates = throughput.model_rates(subject, call, pixels, ["full", "global-mean"], "last-4", 3)
-    assert seen == [False, False, True, True] + [False, True] * 3
-    assert rates == {"full": (8 / 0.5, "eager"), "global-mean": (8 / 2.0, "eager")}
-
-
-def test_short_calls_are_timed_together(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, calls = [0.0], []
-
-    def call(pixels: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        clock[0] += 0.01
-        return pixels
-
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    pixels = torch.zeros(2, 3, 4, 4)
-    rates = throughput.model_rates(Subject(model), call, pixels, ["full"], "last-4", 2)
-    assert rates["full"][0] == pytest.approx(200.0)
-    assert len(calls) >= 2 + 2 * 10
+    copies = {n: throughput.changed_copy(subject, n, "last-4") for n in ("global-mean", "tome:8")}
+    assert not screened_layers(model.model) and not find_reduction(model.model)
+    assert len(screened_layers(copies["global-mean"].model.model)) == 4
+    assert find_reduction(copies["tome:8"].model.model)
+    for one in copies.values():
+        pairs = zip(one.model.model.parameters(), model.model.parameters(), strict=True)
+        assert all(mine is theirs for mine, theirs in pairs)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) -> None:
     subject = Subject(replace(model, model=copy.deepcopy(model.model)), "cuda")
-    pixels, kept = torch.zeros(2, 3, 112, 112, device="cuda"), []
-
-    def call(pixels: torch.Tensor) -> torch.Tensor:
-        logits = subject.logits(pixels)
-        if not find_reduction(subject.model.model):
-            kept.append(float(logits.sum()))  # waits for the device
-        return logits
-
+    pixels = torch.zeros(2, 3, 112, 112, device="cuda")
+    works = {
+        "waits": lambda: float(subject.logits(pixels).sum()),
+        "full": partial(subject.logits, pixels),
+    }
     with torch.inference_mode():
-        rates = throughput.model_rates(subject, call, pixels, ["full", "tome:8"], "last-4", 2)
-        assert (rates["full"][1], rates["tome:8"][1]) == ("eager", "graph")
-        rates = throughput.model_rates(subject, subject.logits, pixels, ["full"], "last-4", 2)
-    assert rates["full"][1] == "graph" and rates["full"][0] > 0
+        times = throughput.model_times(works, subject.device, 2)
+    assert times["waits"][1] == "eager" and times["full"][1] == "graph" and times["full"][0] > 0
 
 
 def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
@@ -205,16 +192,15 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
     full = record.rows[0]
     for row in record.rows:
         assert all(row[column] > 0 for column in TIMED)
-        assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
+        ratio = row["images_per_second"] / full["images_per_second"]
+        assert row["speedup"] == pytest.approx(ratio)
     assert Record.from_json(record.to_json()).rows == record.rows
-    drawn = figures.ALL["accuracy"](record)
+    accuracy = figures.ALL["accuracy"]
+    drawn = accuracy(record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 images" in drawn
     untimed = evaluation.run(model, EmbeddedImages(1), ["full", "evit:0.7"], repeats=0)
-    assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
-        untimed
-    )
-    with pytest.raises(ValueError, match="--repeats"):
-        figures.ALL["accuracy"](untimed)
+    assert accuracy.drawable(record) and not accuracy.drawable(untimed)
+    assert accuracy(untimed) == ""
 
 
 def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
@@ -230,45 +216,30 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
 
 
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
-    def refused(match: str, methods: list[str], **options: object) -> None:
-        with pytest.raises(ValueError, match=match):
-            evaluation.run(model, EmbeddedImages(1), methods, repeats=0, **options)  # type: ignore[arg-type]
-
-    refused(
-        r"'delta:1' is unknown; pass full, a rule .*optimal.* or a reduction .*tome", ["delta:1"]
-    )
-    refused("no methods", [])
-    refused("last-9", ["full"], layers="last-9")
-    refused("batch_size is 0", ["full"], batch_size=0)
-    refused("dtype is 'int8'", ["full"], dtype="int8")
-    refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("at most 128", ["tome:129"])
-    refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
-    with pytest.raises(ValueError, match="repeats is -1"):
-        evaluation.run(model, EmbeddedImages(1), ["full"], repeats=-1)
     image = next(iter(EmbeddedImages(1)))
-    far = [LabelledImage("far", image.pixels, 207)]
-    with pytest.raises(ValueError, match="class 207, and the model 24 classes"):
-        evaluation.run(model, far, ["full"], repeats=0)
-    with pytest.raises(ValueError, match="no image could be read"):
-        evaluation.run(model, [], ["full"], repeats=0)
-    assert check_methods(["tome:8", "full", "tome:8"], model.model, "all") == ["full", "tome:8"]
-    assert parse("gamma-h3:0.1").rule is not None
-
-
-def test_outputs_that_are_not_finite_are_told(model: LoadedModel) -> None:
     broken = load_model("embedded")
     with torch.no_grad():
         broken.model.head.bias.fill_(torch.inf)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="not finite; try --dtype bfloat16"):
-        evaluation.run(broken, EmbeddedImages(1), ["full"], repeats=0)
-
-
-def test_a_patch_before_is_removed(model: LoadedModel) -> None:
-    images = EmbeddedImages(2)
-    before = evaluation.run(model, images, ["full"], repeats=0).rows
-    patch(model.model, rule="global-mean", layers="all")
-    assert evaluation.run(model, images, ["full"], repeats=0).rows == before
+    for match, methods, options in (
+        (r"'delta:1' is unknown; pass full, a rule .*optimal.* or .* reduction .*tome", "delta:1", {}),
+        ("last-9", "full", {"layers": "last-9"}),
+        ("batch_size is 0", "full", {"batch_size": 0}),
+        ("dtype is 'int8'", "full", {"dtype": "int8"}),
+        ("amp and dtype float16", "full", {"dtype": "float16", "amp": True}),
+        ("at most 128", "tome:129", {}),
+        ("197 tokens in 12 blocks", "diffrate:0.8g", {}),
+        ("repeats is -1", "full", {"repeats": -1}),
+        ("class 207, and the model 24 classes", "full",
+         {"images": [LabelledImage("far", image.pixels, 207)]}),
+        ("no image could be read", "full", {"images": []}),
+        ("not finite; try --dtype bfloat16", "full", {"model": broken}),
+    ):  # fmt: skip
+        given = {"model": model, "images": EmbeddedImages(1), "repeats": 0} | options
+        with pytest.raises(ValueError, match=match):
+            evaluation.run(methods=[methods], **given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no methods"):
+        evaluation.run(model, EmbeddedImages(1), [])
+    assert check_methods(["tome:8", "full", "tome:8"], model.model, "all") == ["full", "tome:8"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -316,37 +287,40 @@ def test_the_command_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no images in" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "empty"))
-    assert "no folder or zip" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "none"))
-    error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
-    assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
-    error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "at most 128" in error
-    assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
-    assert "--labels needs --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
-    assert "limit is 0" in refused(
-        capsys, "evaluate", "--data-dir", str(folder(tmp_path)), "--limit", "0"
-    )
-    assert "count is 0" in refused(capsys, "evaluate", "--limit", "0")
-    assert "workers is -1" in refused(capsys, "evaluate", "--workers", "-1", "--limit", "1")
+    data = str(folder(tmp_path))
+    for arguments, words in (
+        (["--data-dir", str(tmp_path / "empty")], ["no images in"]),
+        (["--data-dir", str(tmp_path / "none")], ["no folder or zip"]),
+        (["--method", "delta:1", "--limit", "1"], ["'delta:1'", "exact-gap", "free-energy"]),
+        (["--method", "tome:200", "--limit", "1"], ["200 tokens a block", "at most 128"]),
+        (["--method", "tome:fast"], ["'fast'"]),
+        (["--labels", "x.txt"], ["--labels needs --data-dir"]),
+        (["--data-dir", data, "--limit", "0"], ["limit is 0"]),
+        (["--limit", "0"], ["count is 0"]),
+        (["--workers", "-1", "--limit", "1"], ["workers is -1"]),
+    ):
+        error = refused(capsys, "evaluate", *arguments)
+        assert all(word in error for word in words), error
 
 
 def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    state = load_model("embedded").model.state_dict()
+    state, path = load_model("embedded").model.state_dict(), tmp_path / "other.pt"
+
+    def refusal() -> str:
+        return refused(capsys, "evaluate", "--weights", str(path))
+
+    assert "does not exist; pass a safetensors" in refusal()
     state["extra"] = state.pop("head.bias")
-    torch.save(state, tmp_path / "other.pt")
-    error = refused(capsys, "evaluate", "--weights", str(tmp_path / "other.pt"))
+    torch.save(state, path)
+    error = refusal()
     assert "1 missing, first head.bias" in error and "1 unexpected, first extra" in error
-    (tmp_path / "code.pt").write_bytes(pickle.dumps(print))
-    assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "code.pt"))
-    torch.save({"model": Path("x")}, tmp_path / "path.pt")
-    assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "path.pt"))
+    path.write_bytes(pickle.dumps(print))
+    assert "is refused" in refusal()
+    torch.save({"model": Path("x")}, path)
+    assert "is refused" in refusal()
     for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
-        (tmp_path / "junk.pt").write_bytes(content)
-        assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
-    assert "does not exist; pass a safetensors" in refused(
-        capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
-    )
+        path.write_bytes(content)
+        assert "other.pt" in refusal()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from bmfa.evidence import metrics
 
 
-def test_output_kl_is_that_of_each_image_in_float64():
+def test_measures_of_single_images_in_float64():
     full = torch.tensor([[0.0, 0.0], [0.0, math.log(3.0)]])
     changed = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
     # Uniform against (1/4, 3/4): log(1/2) - (log(1/4) + log(3/4)) / 2.
@@ -17,10 +17,7 @@ def test_output_kl_is_that_of_each_image_in_float64():
     found = metrics.output_kl(full, changed)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx([expected, 0.0], abs=1e-7)
-    assert metrics.agreement(full, changed).tolist() == [False, True]
-
-
-def test_mask_iou():
+    assert metrics.compare(full, changed, [0, None])["agreeing"].tolist() == [False, True]
     first = torch.tensor([[[True, True], [False, False]], [[False, False], [False, False]]])
     second = torch.tensor([[[True, False], [False, True]], [[False, False], [False, False]]])
     assert metrics.mask_iou(first, second).tolist() == pytest.approx([1 / 3, 1.0])

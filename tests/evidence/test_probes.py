@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,90 +60,70 @@ def coco_files() -> InstanceFiles:
     return InstanceFiles(folder / "instances_val2017_subset.json", folder / "images")
 
 
+def run(source: Any, dataset: str, mode: Any = "image-edge", **options: Any) -> Record:
+    return probes.run(source, dataset=dataset, mode=mode, **{"methods": METHODS, **options})
+
+
 @pytest.fixture(scope="module")
 def coco() -> dict[str, Record]:
-    source = coco_files()
-    return {
-        mode: probes.run(source, dataset="coco", mode=mode, methods=METHODS, strict=True)
-        for mode in ("image-edge", "mask-only")
-    }
+    modes = ("image-edge", "mask-only")
+    return {mode: run(coco_files(), "coco", mode, strict=True) for mode in modes}
 
 
 @pytest.fixture(scope="module")
 def lvis() -> Record:
-    folder = assets()
-    source = InstanceFiles(
-        folder / "lvis" / "lvis_v0.5_val_subset.json", folder / "coco" / "images"
-    )
-    return probes.run(source, dataset="lvis", mode="image-edge", methods=METHODS)
+    file = assets() / "lvis" / "lvis_v0.5_val_subset.json"
+    return run(InstanceFiles(file, assets() / "coco" / "images"), "lvis")
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Record:
-    return probes.run(EmbeddedScenes(), dataset="embedded", mode="image-edge", methods=METHODS)
+    return run(EmbeddedScenes(), "embedded")
 
 
 def rows(record: Record, group: str = "all") -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in record.rows if row["group"] == group}
 
 
-@pytest.mark.parametrize(("mode", "method"), REFERENCE)
-def test_the_reference_figures_of_the_coco_subset(
-    coco: dict[str, Record], mode: str, method: str
-) -> None:
-    row = rows(coco[mode])[method]
-    for key, value in zip(
-        ("mean_gap", "p95_gap", "leaf_percent"), REFERENCE[mode, method], strict=True
-    ):
-        if value is not None:
-            assert row[key] == pytest.approx(value, rel=0.01, abs=0.005), key
-
-
-def test_the_residual_of_algorithm_1_is_that_of_the_roots_it_never_splits(
-    coco: dict[str, Record],
-) -> None:
+def test_the_reference_figures_of_the_coco_subset(coco: dict[str, Record]) -> None:
+    for (mode, method), expected in REFERENCE.items():
+        row = rows(coco[mode])[method]
+        for key, value in zip(("mean_gap", "p95_gap", "leaf_percent"), expected, strict=True):
+            if value is not None:
+                assert row[key] == pytest.approx(value, rel=0.01, abs=0.005), (mode, method, key)
+    # The residual of Algorithm 1 is that of the roots that it never splits.
     row = rows(coco["image-edge"])["gamma:0.005"]
     assert 23 < row["unsplit_percent"] < 27
     share = 1 - row["unsplit_percent"] / 100
     assert row["gap_quantiles"][int(100 * share) - 1] < 0.1 < row["gap_quantiles"][80]
 
 
-def test_what_was_left_out_is_counted_by_reason_and_named(coco: dict[str, Record]) -> None:
-    settings = coco["image-edge"].settings
-    assert settings["instances"] == 343
-    assert settings["faults"] == {}
-    assert {reason: item["instances"] for reason, item in settings["left_out"].items()} == {
-        "crowd": 3,
-        "smaller than the least area": 6,
-    }
-    assert len(settings["left_out"]["crowd"]["names"]) == 3
-
-
-def test_one_process_and_two_give_the_same_rows(coco: dict[str, Record]) -> None:
-    two = probes.run(
-        coco_files(), dataset="coco", mode="image-edge", methods=METHODS, workers=2, strict=True
-    )
-    assert two.rows == coco["image-edge"].rows
-    changing = ("workers", "microseconds_per_instance")
-    one = coco["image-edge"].settings
-    assert {k: v for k, v in two.settings.items() if k not in changing} == {
-        k: v for k, v in one.items() if k not in changing
-    }
-
-
-@pytest.mark.parametrize(("source", "leeway"), [("coco", 2.5), ("lvis", 3.0), ("embedded", 3.5)])
-def test_methods_at_comparable_leaves_compare(
-    source: str, leeway: float, request: pytest.FixtureRequest
+def test_what_was_left_out_is_counted_and_one_process_and_two_give_the_same_record(
+    coco: dict[str, Record],
 ) -> None:
-    record = request.getfixturevalue(source)
-    found = rows(record["image-edge"] if source == "coco" else record)
-    gamma = found["gamma:0.005"]
-    for method in COMPARABLE:
-        assert found[method]["leaf_percent"] == pytest.approx(gamma["leaf_percent"], abs=leeway)
-    assert found["optimal:0.005"]["mean_gap"] < 0.2 * gamma["mean_gap"]
-    for method in ("exact-gap:1.2", "certified:1.3", "optimal:0.005"):
-        assert found[method]["p95_gap"] < 0.3 * gamma["p95_gap"]
-    assert found[POOLED]["leaf_percent"] == pytest.approx(30.0, abs=0.02)
+    one = coco["image-edge"]
+    assert one.settings["instances"] == 343 and one.settings["faults"] == {}
+    left_out = one.settings["left_out"]
+    counts = {reason: item["instances"] for reason, item in left_out.items()}
+    assert counts == {"crowd": 3, "smaller than the least area": 6}
+    assert len(left_out["crowd"]["names"]) == 3
+    two = run(coco_files(), "coco", workers=2, strict=True)
+    changing = dict.fromkeys(("workers", "microseconds_per_instance"))
+    assert two.rows == one.rows and {**two.settings, **changing} == {**one.settings, **changing}
+
+
+def test_methods_at_comparable_leaves_compare(
+    coco: dict[str, Record], lvis: Record, embedded: Record
+) -> None:
+    for record, leeway in ((coco["image-edge"], 2.5), (lvis, 3.0), (embedded, 3.5)):
+        found = rows(record)
+        gamma = found["gamma:0.005"]
+        for method in COMPARABLE:
+            assert found[method]["leaf_percent"] == pytest.approx(gamma["leaf_percent"], abs=leeway)
+        assert found["optimal:0.005"]["mean_gap"] < 0.2 * gamma["mean_gap"]
+        for method in ("exact-gap:1.2", "certified:1.3", "optimal:0.005"):
+            assert found[method]["p95_gap"] < 0.3 * gamma["p95_gap"]
+        assert found[POOLED]["leaf_percent"] == pytest.approx(30.0, abs=0.02)
 
 
 def test_lvis_has_frequency_groups(lvis: Record) -> None:
@@ -162,10 +141,7 @@ def test_the_embedded_run_ranks_the_methods_as_the_paper_does(embedded: Record) 
     order = ("block-mean", "fixed-depth:1", "fixed-depth:2", "mean-variance", "gamma:0.005")
     means = [found[method]["mean_gap"] for method in order]
     assert means == sorted(means, reverse=True)
-
-
-def test_optimal_and_certified_do_not_have_the_tail_of_algorithm_1(embedded: Record) -> None:
-    found = rows(embedded)
+    # Optimal and certified trees do not have the tail of Algorithm 1.
     tail = found["mean-variance"]["p95_gap"]
     assert found["gamma:0.005"]["p95_gap"] > tail + 0.5
     for method in ("optimal:0.001", "certified:0.005", "optimal:0.005", "certified:1.3", POOLED):
@@ -175,28 +151,19 @@ def test_optimal_and_certified_do_not_have_the_tail_of_algorithm_1(embedded: Rec
 
 def test_rows_are_complete_and_become_json(embedded: Record) -> None:
     again = Record.from_json(embedded.to_json())
-    assert again.rows == embedded.rows
-    assert again.settings == embedded.settings
+    assert again.rows == embedded.rows and again.settings == embedded.settings
     for row in embedded.rows:
-        assert (
-            (len(row["gap_quantiles"]) == 101)
-            if row["group"] == "all"
-            else ("gap_quantiles" not in row)
-        )
-        assert row["min_gap"] <= row["median_gap"] <= row["p95_gap"] <= row["p99_gap"]
-        assert row["p99_gap"] <= row["max_gap"]
-        has_tree = not methods.is_kind(row["method"], "summary")
-        assert (row["unsplit_percent"] is not None) == has_tree
-    for method in METHODS:
+        whole = row["group"] == "all"
+        assert len(row.get("gap_quantiles", [])) == (101 if whole else 0)
+        order = ("min_gap", "median_gap", "p95_gap", "p99_gap", "max_gap")
+        assert sorted(row[key] for key in order) == [row[key] for key in order]
+        assert (row["unsplit_percent"] is None) == methods.is_kind(row["method"], "summary")
+    for method, whole in rows(embedded).items():
         sizes = [row for row in embedded.rows if row["method"] == method and row["group"] != "all"]
         total = sum(row["instances"] * row["mean_gap"] for row in sizes)
-        whole = rows(embedded)[method]
         assert total == pytest.approx(whole["instances"] * whole["mean_gap"])
-
-
-def test_fixed_blocks_have_no_root_to_split() -> None:
-    scenes, options = EmbeddedScenes(images=24), {"dataset": "embedded", "mode": "image-edge"}
-    row = probes.run(scenes, methods=["fixed-blocks:2"], **options).rows[0]  # type: ignore[arg-type]
+    # Fixed blocks have no root to split.
+    row = run(EmbeddedScenes(images=24), "embedded", methods=["fixed-blocks:2"]).rows[0]
     assert row["unsplit_percent"] is None and row["leaf_percent"] == 25.0
 
 
@@ -214,51 +181,34 @@ def test_a_limit_progress_and_strict_reach_the_stream(tmp_path: Path) -> None:
     file = write_coco(tmp_path, images=6)
     (tmp_path / "images" / "000000000003.png").unlink()
     source = InstanceFiles(file, tmp_path / "images")
-    record = probes.run(
-        source,
-        dataset="coco",
-        mode="mask-only",
-        methods=("gamma:0.005",),
-        limit=5,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    options: Any = {"methods": ("gamma:0.005",), "limit": 5}
+    record = run(source, "coco", "mask-only", progress=lambda *step: seen.append(step), **options)
     assert record.settings["instances"] == record.rows[0]["instances"] == 5
     assert record.settings["faults"]["missing image"]["names"] == ["000000000003.png"]
     assert seen[-1] == (6, 6)
     with pytest.raises(AnnotationError, match="missing image"):
-        probes.run(source, dataset="coco", mode="mask-only", strict=True)
+        run(source, "coco", "mask-only", strict=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_bad_settings_are_explained_before_any_image_is_read(tmp_path: Path) -> None:
+    for changes, said in (
         ({"dataset": "voc"}, "dataset is 'voc'; pass one of coco, lvis, embedded"),
         ({"mode": "edges"}, "mode is 'edges'; pass one of image-edge, mask-only"),
         ({"methods": ()}, "methods is empty"),
         ({"methods": ("gama:1",)}, "rule 'gama:1' is unknown"),
         ({"settings": ProbeSettings(1, 16)}, "grid is 1, which leaves no block"),
-    ],
-)
-def test_bad_settings_are_explained_before_any_image_is_read(
-    changes: dict[str, Any], said: str
-) -> None:
-    given = {"dataset": "embedded", "mode": "image-edge"} | changes
-    with pytest.raises(ValueError, match=said):
-        probes.run(EmbeddedScenes(images=10**9), **given)
-
-
-@pytest.mark.parametrize("run", [probes.run, cases.run])
-def test_a_source_without_a_usable_instance_is_explained(
-    run: Callable[..., Record], tmp_path: Path
-) -> None:
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(EmbeddedScenes(images=10**9), **({"dataset": "embedded"} | changes))  # type: ignore[arg-type]
     file = write_coco(tmp_path, images=1)
     content = json.loads(file.read_text())
     for annotation in content["annotations"]:
         annotation["iscrowd"] = 1
     file.write_text(json.dumps(content))
     source = InstanceFiles(file, tmp_path / "images")
-    with pytest.raises(ValueError, match=r"no instance can be probed: crowd: \d"):
-        run(source, dataset="coco", mode="image-edge")
+    for experiment in (probes, cases):
+        with pytest.raises(ValueError, match=r"no instance can be probed: crowd: \d"):
+            experiment.run(source, dataset="coco", mode="image-edge")
 
 
 def check_case(row: dict[str, Any]) -> None:
@@ -293,15 +243,14 @@ def test_cases_are_the_four_objects_of_the_paper() -> None:
     assert Record.from_json(record.to_json()).rows == record.rows
 
 
-def test_cases_of_photographs_are_recorded_without_them() -> None:
+def test_cases_of_photographs_are_recorded_without_them_and_need_one_of_the_categories() -> None:
+    with pytest.raises(ValueError, match=r"none of the \d+ instances is a kite, a person"):
+        cases.run(EmbeddedScenes(images=2), dataset="embedded")
+    with pytest.raises(ValueError, match="rule 'block-mean' is unknown"):
+        cases.run(EmbeddedObjects(), dataset="embedded", methods=("block-mean",))
     record = cases.run(coco_files(), dataset="coco", images=False)
     assert [row["instances"] for row in record.rows[::2]] == [3, 63, 26, 5]
     assert not any("image" in row for row in record.rows)
-
-
-def test_cases_need_one_of_the_categories() -> None:
-    with pytest.raises(ValueError, match=r"none of the \d+ instances is a kite, a person"):
-        cases.run(EmbeddedScenes(images=2), dataset="embedded")
 
 
 def test_two_blocks_of_one_image() -> None:
@@ -315,8 +264,3 @@ def test_two_blocks_of_one_image() -> None:
         left, top, right, bottom = row["scene_box"]
         assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
         assert len(row["boxes"]) > 1
-
-
-def test_a_case_needs_a_tree() -> None:
-    with pytest.raises(ValueError, match="rule 'block-mean' is unknown"):
-        cases.run(EmbeddedObjects(), dataset="embedded", methods=("block-mean",))

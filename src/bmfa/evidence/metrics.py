@@ -1,11 +1,14 @@
-"""Measures that the experiments share: divergence of outputs, overlap of masks, intervals."""
+"""Measures that the experiments share: change of outputs, overlap of masks, means and intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from bmfa.records import Row
 
 RESAMPLES = 10_000  # of the bootstrap: the ends of a 95 % interval repeat to a tenth of a point
 
@@ -27,11 +30,6 @@ def output_kl(full: Tensor, changed: Tensor) -> Tensor:
     """
     before, after = (logits.double().log_softmax(-1) for logits in (full, changed))
     return (before.exp() * (before - after)).sum(-1)
-
-
-def agreement(full: Tensor, changed: Tensor) -> Tensor:
-    """Return (B,) torch.bool, True where both (B, classes) logits have the same top class."""
-    return full.argmax(-1) == changed.argmax(-1)
 
 
 def compare(
@@ -59,7 +57,7 @@ def compare(
     known = known.to(changed.device)
     own = changed.gather(1, known.clamp(min=0)[:, None])
     return {
-        "agreeing": agreement(full, changed),
+        "agreeing": full.argmax(-1) == changed.argmax(-1),
         "right": changed.argmax(-1) == known,
         "top5": ((changed > own).sum(1) < 5) & (known >= 0),
         "output_kl": output_kl(full, changed),
@@ -96,3 +94,40 @@ def interval(gain: NDArray[np.float64], seed: int) -> tuple[float, float]:
     picked = random.integers(0, len(gain), (RESAMPLES, len(gain)))
     low, high = np.quantile(gain[picked].mean(1), (0.025, 0.975))
     return float(low), float(high)
+
+
+def gain_columns(agreeing: NDArray[np.float64], baseline: NDArray[np.float64], seed: int) -> Row:
+    """Return the gain in agreement over a baseline on the same images, in points with its interval.
+
+    Args:
+        agreeing: (images,) 1 where the class is that of the full model.
+        baseline: The same of the baseline.
+        seed: Seed of the bootstrap.
+    """
+    gain = agreeing - baseline
+    low, high = interval(gain, seed)
+    return {
+        "gain_pp": 100 * float(gain.mean()),
+        "gain_low_pp": 100 * low,
+        "gain_high_pp": 100 * high,
+    }
+
+
+def relative_errors(output: Tensor, expected: Tensor) -> Tensor:
+    """Return (B,) relative L2 errors of outputs (B, ...) in float64."""
+    wanted = expected.double()
+    distances = (output.double() - wanted).flatten(1).norm(dim=1)
+    relative: Tensor = distances / wanted.flatten(1).norm(dim=1)
+    return relative
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without any."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
+
+
+def mean_percent(shares: Iterable[float | None]) -> float | None:
+    """Return 100 times the mean of the shares that are not None; None without any."""
+    found = mean(shares)
+    return None if found is None else 100 * found

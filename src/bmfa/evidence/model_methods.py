@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -62,14 +63,12 @@ def check_methods(methods: Sequence[str], model: nn.Module, layers: Layers) -> l
     return list(dict.fromkeys((FULL, *methods)))
 
 
-@contextmanager
-def applied(
+def apply(
     model: nn.Module, name: str, layers: Layers, seed: int = 0, *, dense: bool | None = None
-) -> Iterator[ModelMethod]:
-    """Apply a method inside the block: a rule in `layers`, a reduction in the blocks it chooses.
+) -> ModelMethod:
+    """Replace the patches of a model: a rule is applied in `layers`, a reduction where it chooses.
 
-    `dense` is that of `bmfa.reduce`. Patches that the model had before are removed, and it has none
-    afterwards.
+    `dense` is that of `bmfa.reduce`.
     """
     method = parse(name, seed)
     unpatch(model)
@@ -77,10 +76,25 @@ def applied(
         patch(model, rule=method.rule, layers=layers)
     elif method.policy is not None:
         reduce(model, method.policy, dense=dense)
+    return method
+
+
+@contextmanager
+def applied(
+    model: nn.Module, name: str, layers: Layers, seed: int = 0, *, dense: bool | None = None
+) -> Iterator[ModelMethod]:
+    """Apply a method inside the block as `apply` does; afterwards the model has no patch."""
     try:
-        yield method
+        yield apply(model, name, layers, seed, dense=dense)
     finally:
         unpatch(model)
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
+    return deepcopy(
+        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    )
 
 
 def class_names(model: LoadedModel) -> Sequence[str] | int | None:

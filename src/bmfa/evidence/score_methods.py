@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,9 +124,9 @@ def estimate_all(
             if not rule.needs_all_trees:
                 pyramid = pyramid_of(rule.layout(grid))
                 context = Context(pyramid.layout, pyramid.counts, tau, len(chunk), max_depth)
-                options = {"tau": tau, "rule": str(rule), "max_depth": max_depth}
-                decision = vars(rule.screen(pyramid, context))
-                tree = Tree(pyramid.layout, shape=(len(chunk),), **options, **decision)
+                options: dict[str, Any] = {"tau": tau, "rule": str(rule), "max_depth": max_depth}
+                options |= vars(rule.screen(pyramid, context))
+                tree = Tree(pyramid.layout, shape=(len(chunk),), **options)
                 found = _from_tree(tree, tree_error(tree, pyramid))
                 parts[method].append(_summary(method, found, pyramid))
     for method, rule in rules.items():

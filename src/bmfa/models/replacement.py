@@ -111,7 +111,7 @@ class InterceptedAttention(AttentionReplacement):
             module, *args, **kwargs
         ):
             return self._run_multihead(module, *args, **kwargs)
-        interceptor = _Interceptor(self.attend)
+        interceptor = Interceptor(self.attend)
         with interceptor:
             output = method(*args, **kwargs)
         if interceptor.calls == 0:
@@ -154,7 +154,7 @@ class InterceptedAttention(AttentionReplacement):
         return output if module.batch_first else output.transpose(0, 1), None
 
 
-class _Interceptor(TorchFunctionMode):
+class Interceptor(TorchFunctionMode):
     """Calls a function wherever `scaled_dot_product_attention` is called in this thread."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:

@@ -1,6 +1,7 @@
 """`bmfa bench model`: averages over images, masks of a decoder, and interrupted benchmarks."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,7 @@ from bmfa.cli import main
 from bmfa.evidence.bench import attention as attention_bench
 from bmfa.evidence.bench import model as model_bench
 from bmfa.evidence.bench.inputs import InputSource
-from bmfa.evidence.bench.saliency import (
-    SaliencyDecoder,
-    load_decoder,
-    masks,
-)
+from bmfa.evidence.bench.saliency import load_decoder, masks, saliency_decoder
 from bmfa.grid import Grid
 from bmfa.packages import is_installed
 
@@ -23,7 +20,7 @@ TIMM = pytest.mark.skipif(not is_installed("timm"), reason="needs timm")
 
 def saved_decoder(tmp_path, channels=(192, 8, 4, 4), **changes):
     generator = torch.Generator().manual_seed(0)
-    decoder = SaliencyDecoder(channels)
+    decoder = saliency_decoder(channels)
     state = {
         f"decoder.{name}": torch.rand(x.shape, generator=generator) - 0.5 + name.endswith("var")
         for name, x in decoder.state_dict().items()
@@ -54,14 +51,21 @@ def test_a_decoder_is_three_stages_of_its_weights(tmp_path):
     assert float((found[:, 0] == (expected > 0)).double().mean()) > 0.99
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_refusals(tmp_path):
     for changes, message in (
         ({"decoder.upconv2.weight": torch.zeros(3)}, "upconv1 to upconv3"),
         ({"decoder.bn2.bias": torch.zeros(3)}, "not a saliency decoder"),
-        ({"decoder.extra": torch.zeros(3)}, "unexpected"),
+        ({"decoder.extra": torch.zeros(3)}, "Unexpected"),
     ):
         with pytest.raises(ValueError, match=message):
             load_decoder(saved_decoder(tmp_path, **changes))
+    for message, settings in (
+        ("multiple", {"batch_size": 2, "images": 3}),
+        ("unknown", {"methods": ("sparse:1",)}),
+        (r"'int8'.*bfloat16", {"dtype": "int8"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_bench.Settings(**settings)
 
 
 @TIMM
@@ -97,15 +101,6 @@ def test_errors_are_means_over_images():
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="multiple"):
-        model_bench.Settings(batch_size=2, images=3)
-    with pytest.raises(ValueError, match="unknown"):
-        model_bench.Settings(methods=("sparse:1",))
-    with pytest.raises(ValueError, match=r"'int8'.*bfloat16"):
-        model_bench.Settings(dtype="int8")
-
-
 def test_a_screened_model_is_compared_with_the_dense_one():
     for allow_dense in (True, False):
         settings = model_bench.Settings(
@@ -121,32 +116,29 @@ def test_a_screened_model_is_compared_with_the_dense_one():
         assert (rows["error:0.05"]["error_l2_percent"] > 1e-2) != allow_dense
 
 
-@pytest.mark.parametrize("bench", ["attention", "model"])
-def test_an_interrupted_benchmark_keeps_the_sizes_that_are_complete(monkeypatch, bench):
-    def run():
-        if bench == "model":
-            settings = model_bench.Settings(methods=("tiles:1",), repeats=1)
-            return model_bench.run(settings, [32, 64])
-        source = InputSource("random")
-        return attention_bench.run(source, tokens=[16, 64], methods=["tiles:1"], repeats=1)
+def test_an_interrupted_benchmark_keeps_the_sizes_that_are_complete(monkeypatch):
+    settings = model_bench.Settings(methods=("tiles:1",), repeats=1)
+    options = {"tokens": [16, 64], "methods": ["tiles:1"], "repeats": 1}
+    for owner, second, run in (
+        (model_bench, "64 pixels", partial(model_bench.run, settings, [32, 64])),
+        (
+            attention_bench,
+            "128 pixels",
+            lambda: attention_bench.run(InputSource("random"), **options),
+        ),
+    ):
+        original, calls, last = owner.SizeBenchmark.rows, [], 2
 
-    owner, second = {
-        "attention": (attention_bench.SizeBenchmark, "128 pixels"),
-        "model": (model_bench.SizeBenchmark, "64 pixels"),
-    }[bench]
-    original, calls = owner.rows, []
+        def rows(self, original=original, calls=calls):
+            calls.append(self)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return original(self)
 
-    def rows(self):
-        calls.append(self)
-        if len(calls) == last:
-            raise KeyboardInterrupt
-        return original(self)
-
-    monkeypatch.setattr(owner, "rows", rows)
-    last = 2
-    record = run()
-    assert {row["n"] for row in record.rows} == {16}
-    assert "interrupted" in record.settings["absent"][second]
-    last = len(calls) + 1
-    with pytest.raises(KeyboardInterrupt):
-        run()
+        monkeypatch.setattr(owner.SizeBenchmark, "rows", rows)
+        record = run()
+        assert {row["n"] for row in record.rows} == {16}
+        assert "interrupted" in record.settings["absent"][second]
+        last = len(calls) + 1
+        with pytest.raises(KeyboardInterrupt):
+            run()

@@ -69,22 +69,22 @@ def test_exact_attention_of_a_peer_is_exact_in_our_order(package):
             assert package.options == OPTIONS[name]
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 4])
-def test_blocks_of_a_peer_are_tiles_and_prefix_tokens_come_last(package, prefix):
-    grid, name = Grid(16, 32), "pisa"
+def test_blocks_of_a_peer_are_tiles_and_prefix_tokens_come_last(package):
     package.own_block_alone = True
-    q, k, v = tokens_of(grid, prefix)
-    attend, _ = peers.PEERS[name].make(grid, prefix, 0.3)
-    row, column = torch.arange(grid.size) // 32, torch.arange(grid.size) % 32
-    tile = torch.cat((torch.full((prefix,), -1), row // 8 * 4 + column // 8))
-    wanted = scaled_dot_product_attention(q, k, v, attn_mask=tile[:, None] == tile)
-    torch.testing.assert_close(attend(q, k, v), wanted)
-    for seen, given in zip(package.tokens, (q, k, v), strict=True):
-        assert torch.equal(seen[:, :, grid.size :], given[:, :, :prefix])
-    prepared = attend.bind(q, k, v)
-    seen, package.tokens = package.tokens, []
-    torch.testing.assert_close(prepared(), wanted[:, :, attend.order])
-    assert all(map(torch.equal, package.tokens, seen))
+    grid = Grid(16, 32)
+    for prefix in (0, 1, 4):
+        q, k, v = tokens_of(grid, prefix)
+        attend, _ = peers.PEERS["pisa"].make(grid, prefix, 0.3)
+        row, column = torch.arange(grid.size) // 32, torch.arange(grid.size) % 32
+        tile = torch.cat((torch.full((prefix,), -1), row // 8 * 4 + column // 8))
+        wanted = scaled_dot_product_attention(q, k, v, attn_mask=tile[:, None] == tile)
+        torch.testing.assert_close(attend(q, k, v), wanted)
+        for seen, given in zip(package.tokens, (q, k, v), strict=True):
+            assert torch.equal(seen[:, :, grid.size :], given[:, :, :prefix])
+        prepared = attend.bind(q, k, v)
+        seen, package.tokens = package.tokens, []
+        torch.testing.assert_close(prepared(), wanted[:, :, attend.order])
+        assert all(map(torch.equal, package.tokens, seen))
 
 
 def test_density_counts_whole_blocks():
@@ -98,15 +98,13 @@ def test_density_counts_whole_blocks():
             assert peers.PEERS[name].make(grid, prefix, share)[1] == kept
 
 
-def test_an_installed_package_is_timed_at_its_own_shares(package):
+def test_an_installed_package_is_timed_at_its_own_shares_and_an_absent_one_noted(
+    package, monkeypatch
+):
     present, absent = peers.available()
     assert {"pisa", "pisa-0th"} <= set(present) and not {"pisa", "pisa-0th"} & set(absent)
-    assert list(peers.calls(["pisa", "pisa-0th"], Grid(8, 8), 1)) == [
-        f"{name}:{share}" for name in ("pisa", "pisa-0th") for share in (0.05, 0.1, 0.2, 0.3)
-    ]  # fmt: skip
-
-
-def test_a_package_that_is_absent_is_noted(monkeypatch):
+    names = [f"{name}:{share}" for name in NAMES for share in (0.05, 0.1, 0.2, 0.3)]
+    assert list(peers.calls(list(NAMES), Grid(8, 8), 1)) == names
     monkeypatch.setattr(peers, "is_installed", lambda name: False)
     assert peers.available()[0] == []
     assert peers.available()[1]["pisa"] == "piecewise_attn is not installed"
@@ -114,16 +112,12 @@ def test_a_package_that_is_absent_is_noted(monkeypatch):
 
 def test_a_bench_compares_with_the_package_and_notes_what_it_lacks(package, monkeypatch):
     monkeypatch.delattr(sys.modules["piecewise_attn"], NAMES["pisa-0th"])
-    record = attention_bench.run(
-        InputSource(),
-        tokens=[256],
-        methods=["tiles:1"],
-        repeats=1,
-    )
+    options = {"tokens": [256], "methods": ["tiles:1"], "repeats": 1}
+    record = attention_bench.run(InputSource(), **options)
     rows = {row["method"]: row for row in record.rows}
-    for share, kept in ((0.05, 1 / 5), (0.1, 1 / 5), (0.2, 1 / 5), (0.3, 1 / 5)):
+    for share in (0.05, 0.1, 0.2, 0.3):
         row = rows[f"pisa:{share}"]
-        assert row["density_percent"] == pytest.approx(100 * kept)
+        assert row["density_percent"] == pytest.approx(100 / 5)
         # The stand-in is dense attention: off by float32's rounding, as dense attention is.
         assert row["error_l2_percent"] < 100 * 64 * torch.finfo(torch.float32).eps
         assert row["milliseconds"] > 0

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,21 @@ class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-def evaluate(model: LoadedModel, **options: Any) -> Record:
-    given: dict[str, Any] = {"batch_size": 2, "repeats": 0, "seed": 5, **options}
-    return evaluation.run(model, EmbeddedImages(7), METHODS, **given)
+def evaluate(model: LoadedModel, images: Any = None, **options: Any) -> Record:
+    given: dict[str, Any] = {"methods": METHODS, "batch_size": 2, "repeats": 0, "seed": 5}
+    return evaluation.run(model, images or EmbeddedImages(7), **given | options)
 
 
 def loop(model: LoadedModel, **options: Any) -> Record:
+    given: dict[str, Any] = {"layers": ["last-1", "last-2"], "batch_size": 2}
     methods = ["random-quadrants:0.5", "optimal:0.01"]
-    layers = ["last-1", "last-2"]
-    return closed_loop.run(
-        model, EmbeddedImages(7), methods, layers=layers, batch_size=2, **options
-    )
+    return closed_loop.run(model, EmbeddedImages(7), methods, **given | options)
 
 
 def probe(**options: Any) -> Record:
     methods = ["gamma:0.005", "random-quadrants:0.5", "optimal-leaves-pooled:0.1"]
     given: dict[str, Any] = {"dataset": "embedded", "mode": "image-edge", "methods": methods}
-    return probes.run(EmbeddedScenes(images=60), **{**given, **options})
+    return probes.run(EmbeddedScenes(images=60), **given | options)
 
 
 def saved_parts(file: Path) -> dict[int, Any]:
@@ -77,24 +76,24 @@ def test_parts_are_added_exactly_in_any_order_and_grouping() -> None:
     assert type(add([1, 2])) is int and add([{"x": {"y": 0.5}}] * 2) == {"x": {"y": 1.0}}
 
 
-@pytest.mark.parametrize("run", [evaluate, loop])
 def test_a_run_that_ends_after_any_batch_continues_to_the_same_rows(
-    model: LoadedModel, run: Callable[..., Record], tmp_path: Path
+    model: LoadedModel, tmp_path: Path
 ) -> None:
-    expected, file, seen = run(model), tmp_path / "parts.json", []
+    for run in (evaluate, loop):
+        expected, file, seen = run(model), tmp_path / run.__name__, []
 
-    def end(done: int, total: int) -> None:
-        seen.append((done, total))
-        raise KilledError
+        def end(done: int, total: int, seen: list[Any] = seen) -> None:
+            seen.append((done, total))
+            raise KilledError
 
-    for _ in range(4):
-        with pytest.raises(KilledError):
-            run(model, resume=file, progress=end)
-        with file.open("a") as torn:
-            torn.write('[3, {"skipped": [')  # as a process leaves it that is killed while it writes
-    assert seen == [(2, 7), (4, 7), (6, 7), (7, 7)]
-    last = run(model, resume=file, progress=end)  # nothing is left to do
-    assert last.rows == expected.rows and last.settings == expected.settings
+        for _ in range(4):
+            with pytest.raises(KilledError):
+                run(model, resume=file, progress=end)
+            with file.open("a") as torn:
+                torn.write('[3, {"skipped": [')  # as a process that is killed while it writes
+        assert seen == [(2, 7), (4, 7), (6, 7), (7, 7)]
+        last = run(model, resume=file, progress=end)  # nothing is left to do
+        assert last.rows == expected.rows and last.settings == expected.settings
 
 
 def test_a_probe_continues_to_the_same_rows(
@@ -133,20 +132,17 @@ def test_another_run_is_refused_with_the_first_difference(
     with torch.no_grad():
         other.model.head.bias[0] += 1  # type: ignore[union-attr, index]
 
-    def run(images: Any = None, methods: list[str] = METHODS, **options: Any) -> None:
-        settings: dict[str, Any] = {"batch_size": 2, "repeats": 0, "seed": 5, **options}
-        evaluation.run(model, images or EmbeddedImages(7), methods, resume=file, **settings)
-
+    run = partial(evaluate, model, resume=file)
     for match, work in (
-        ("belongs to another run: seed was 5 and is 6", lambda: run(seed=6)),
-        ("batch_size was 2 and is 3", lambda: run(batch_size=3, seed=6)),
-        ('layers was "last-4" and is "last-2"', lambda: run(layers="last-2")),
-        ('dtype was "float32" and is "float16"', lambda: run(dtype="float16")),
-        ("number of images was 7 and is 8", lambda: run(EmbeddedImages(8))),
-        ("names of images was", lambda: run(EmbeddedImages(7, seed=1))),
-        ("methods was .* and is", lambda: run(methods=METHODS[:1])),
-        ("weights was", lambda: evaluate(other, resume=file)),
-        ('experiment was "evaluate" and is "closed-loop"', lambda: loop(model, resume=file)),
+        ("belongs to another run: seed was 5 and is 6", partial(run, seed=6)),
+        ("batch_size was 2 and is 3", partial(run, batch_size=3, seed=6)),
+        ('layers was "last-4" and is "last-2"', partial(run, layers="last-2")),
+        ('dtype was "float32" and is "float16"', partial(run, dtype="float16")),
+        ("number of images was 7 and is 8", partial(run, EmbeddedImages(8))),
+        ("names of images was", partial(run, EmbeddedImages(7, seed=1))),
+        ("methods was .* and is", partial(run, methods=METHODS[:1])),
+        ("weights was", partial(evaluate, other, resume=file)),
+        ('experiment was "evaluate" and is "closed-loop"', partial(loop, model, resume=file)),
     ):
         with pytest.raises(ValueError, match=match):
             work()
@@ -184,9 +180,6 @@ def test_a_file_that_is_torn_foreign_or_damaged_is_refused_and_kept(
             evaluate(model, resume=file)
     with pytest.raises(ValueError, match="is a folder"):
         evaluate(model, resume=tmp_path)
-
-
-def test_fingerprints_tell_apart() -> None:
     assert digest(["ab", "c"]) != digest(["a", "bc"])
     layer = torch.nn.Linear(2, 2)
     before = weights_digest(layer)
@@ -230,14 +223,11 @@ def write_images(folder: Path, count: int = 6) -> Path:
     return folder
 
 
-def take_away(root: Path) -> None:
+def take_away(root: Path, *, empty: bool = False) -> None:
+    """As a disk that is unmounted does, which may leave an empty folder."""
     root.rename(root.with_name("elsewhere"))
-
-
-def leave_empty(root: Path) -> None:
-    """As a disk that is unmounted does."""
-    take_away(root)
-    root.mkdir()
+    if empty:
+        root.mkdir()
 
 
 def bring_back(root: Path) -> None:
@@ -246,47 +236,56 @@ def bring_back(root: Path) -> None:
     root.with_name("elsewhere").rename(root)
 
 
-COMMANDS = {
-    "evaluate": "--method tome:8 --repeats 0 --batch-size 2 --workers 0",
-    "closed-loop": "--method global-mean --layers last-1 --batch-size 2 --workers 0",
-}
-
-
-def vanishing(root: Path, vanish: Callable[[Path], None]) -> Callable[[int, int], None]:
-    """Progress that takes the images away after the first batch."""
-    return lambda done, total: vanish(root) if done == 2 else None
-
-
-@pytest.mark.parametrize(
-    ("command", "vanish"), list(zip(COMMANDS, [take_away, leave_empty], strict=True))
+COMMANDS = (
+    "evaluate --method tome:8 --repeats 0",
+    "closed-loop --method global-mean --layers last-1",
 )
-def test_images_that_vanish_stop_the_run_which_continues_when_they_are_back(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    command: str,
-    vanish: Callable[[Path], None],
+
+
+def test_images_that_vanish_stop_the_run_and_unreadable_ones_are_tried_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
-    arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
-    main(arguments)
-    expected = json.loads(capsys.readouterr().out)
-    assert expected["rows"][0]["images"] == 6
-    for resume in ([], ["--resume", str(file)]):
-        with monkeypatch.context() as patch:
-            patch.setattr("bmfa.cli.output.Output.progress", lambda *_: vanishing(root, vanish))
-            with pytest.raises(SystemExit) as stop:
-                main([*arguments, *resume])
-        printed = capsys.readouterr()
-        assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
-        assert str(root) in printed.err and "bring the images back" in printed.err
-        saved = f"1 batch is saved in {file}, and --resume {file} continues from there"
-        assert (saved if resume else "nothing of this run is saved") in printed.err
-        bring_back(root)
-    assert list(saved_parts(file)) == [0]
-    main([*arguments, "--resume", str(file)])
-    resumed = json.loads(capsys.readouterr().out)
-    assert resumed["rows"] == expected["rows"] and resumed["settings"]["skipped"] == 0
+    root = write_images(tmp_path / "val")
+    for number, command in enumerate(COMMANDS):
+        file = tmp_path / f"{number}.part"
+        arguments = [*command.split(), "--data-dir", str(root), "--batch-size", "2"]
+        arguments += ["--workers", "0", "--json", "-"]
+
+        def run(*resume: str, arguments: list[str] = arguments) -> Any:
+            main([*arguments, *resume])
+            return json.loads(capsys.readouterr().out)
+
+        def vanish(done: int, total: int, empty: bool = bool(number)) -> None:
+            if done == 2:
+                take_away(root, empty=empty)
+
+        expected = run()["rows"]
+        assert expected[0]["images"] == 6
+        resume = ["--resume", str(file)]
+        for options in ([], resume):
+            with monkeypatch.context() as patch:
+                patch.setattr("bmfa.cli.output.Output.progress", lambda *_, v=vanish: v)
+                with pytest.raises(SystemExit) as stop:
+                    main([*arguments, *options])
+            printed = capsys.readouterr()
+            assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+            assert str(root) in printed.err and "bring the images back" in printed.err
+            saved = f"1 batch is saved in {file}, and --resume {file} continues from there"
+            assert (saved if options else "nothing of this run is saved") in printed.err
+            bring_back(root)
+        assert list(saved_parts(file)) == [0]
+        torn = [root / "2" / "2.png", root / "5" / "5.png"]
+        whole = [path.read_bytes() for path in torn]
+        for path in torn:
+            path.write_bytes(b"\x89PNG\r\n")
+        assert run(*resume)["settings"]["skipped"] == 2
+        torn[0].write_bytes(whole[0])
+        record = run(*resume)
+        assert record["settings"]["skipped"] == 1 and record["rows"][0]["images"] == 5
+        assert run(*resume)["rows"] == record["rows"]  # the last one is still torn
+        torn[1].write_bytes(whole[1])
+        resumed = run(*resume)
+        assert resumed["rows"] == expected and resumed["settings"]["skipped"] == 0
 
 
 def test_links_into_a_disk_that_vanishes_stop_the_run_too(
@@ -296,36 +295,14 @@ def test_links_into_a_disk_that_vanishes_stop_the_run_too(
     root.mkdir()
     for file in disk.glob("*/*.png"):
         (root / file.name).symlink_to(file)
-    options: dict[str, Any] = {"batch_size": 2, "repeats": 0, "workers": 0}
-    progress = vanishing(disk, take_away)
     with pytest.raises(ImagesLostError, match="disk"):
-        evaluation.run(model, LabelledImages(root), ["full"], progress=progress, **options)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_unreadable_images_are_tried_again(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
-) -> None:
-    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
-    arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
-
-    def run() -> Any:
-        main(arguments)
-        return json.loads(capsys.readouterr().out)
-
-    expected = run()["rows"]
-    torn = [root / "2" / "2.png", root / "5" / "5.png"]
-    whole = [path.read_bytes() for path in torn]
-    for path in torn:
-        path.write_bytes(b"\x89PNG\r\n")
-    arguments += ["--resume", str(file)]
-    assert run()["settings"]["skipped"] == 2
-    torn[0].write_bytes(whole[0])
-    record = run()
-    assert record["settings"]["skipped"] == 1 and record["rows"][0]["images"] == 5
-    assert run()["rows"] == record["rows"]  # the last one is still torn
-    torn[1].write_bytes(whole[1])
-    assert run()["rows"] == expected
+        evaluate(
+            model,
+            LabelledImages(root),
+            methods=["full"],
+            workers=0,
+            progress=lambda done, total: take_away(disk) if done == 2 else None,
+        )
 
 
 def test_a_probe_stops_where_its_images_vanish_and_tries_unreadable_ones_again(
@@ -337,11 +314,8 @@ def test_a_probe_stops_where_its_images_vanish_and_tries_unreadable_ones_again(
 
     def run(**options: Any) -> Record:
         source = InstanceFiles(annotations, images)
-        return probe_files(source, **options)
-
-    def probe_files(source: InstanceFiles, **options: Any) -> Record:
-        methods = ["gamma:0.005"]
-        return probes.run(source, dataset="coco", mode="mask-only", methods=methods, **options)
+        given: dict[str, Any] = {"dataset": "coco", "mode": "mask-only", "methods": ["gamma:0.005"]}
+        return probes.run(source, **given | options)
 
     expected = run()
     lost: list[int] = []
@@ -400,13 +374,8 @@ def test_a_process_killed_mid_run_continues_to_the_same_rows(
 def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command under torchrun; a free port is chosen."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launcher, "--nproc-per-node", str(processes), "-m", "bmfa", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=dict(os.environ),
-    )
+    command = [*launcher, "--nproc-per-node", str(processes), "-m", "bmfa", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def rows_alone(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -424,16 +393,15 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_evaluate_gives_the_rows_of_one_process(
+def test_several_processes_give_the_rows_of_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path, processes: int
 ) -> None:
     methods = "--method random-quadrants:0.5 --method optimal:0.01 --method tome:8 --repeats 0"
     arguments = f"evaluate --data-dir {data} --batch-size 2 {methods}".split()
-    expected = rows_alone(capsys, *arguments)
     done = launch(processes, *arguments, "--json", str(tmp_path / "r.json"))
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "r.json").read_text())
-    assert record["rows"] == expected
+    assert record["rows"] == rows_alone(capsys, *arguments)
     assert record["rows"][0]["images"] == 9 and record["settings"]["skipped"] == 1
     assert record["settings"]["processes"] == processes
     # One process prints.
@@ -442,74 +410,51 @@ def test_evaluate_gives_the_rows_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
-def test_closed_loop_continues_in_more_processes(
+def test_two_processes_continue_run_other_commands_and_tell_an_error_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path
 ) -> None:
-    arguments = f"closed-loop --data-dir {data} --batch-size 2 --layers last-1 --method".split()
-    arguments += ["random-quadrants:0.5"]
-    expected = rows_alone(capsys, *arguments)
-    file = tmp_path / "parts.json"
-    rows_alone(capsys, *arguments, "--resume", str(file))
+    file, method = tmp_path / "parts.json", "--method random-quadrants:0.5"
+    loop = f"closed-loop --data-dir {data} --batch-size 2 --layers last-1 {method}".split()
+    resume = [*loop, "--resume", str(file)]
+    rows_alone(capsys, *resume)
     lines = file.read_text().splitlines()
     assert len(lines) == 6
     file.write_text("\n".join([*lines[:2], *lines[3:5]]) + "\n")
-    done = launch(2, *arguments, "--resume", str(file), "--json", str(tmp_path / "r.json"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "r.json").read_text())["rows"] == expected
-    assert sorted(saved_parts(file)) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_one_thread")
-def test_probe_gives_the_rows_of_one_process(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    arguments = ["probe", "--limit", "300", "--workers", "1", "--method", "random-quadrants:0.5"]
-    expected = rows_alone(capsys, *arguments)
-    done = launch(2, *arguments, "--json", str(tmp_path / "r.json"))
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "r.json").read_text())["rows"] == expected
+    probing = f"probe --limit 300 --workers 1 {method}".split()
+    for alone, arguments in ((loop, resume), (probing, probing)):
+        done = launch(2, *arguments, "--json", str(tmp_path / "r.json"))
+        assert done.returncode == 0, done.stderr
+        rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+        assert rows == rows_alone(capsys, *alone)
     assert done.stdout.count("random-quadrants:0.5") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_one_thread")
-def test_an_error_is_told_once_and_ends_all(tmp_path: Path) -> None:
-    (tmp_path / "parts.json").write_text("torn")
-    resume = ["--resume", f"{tmp_path}/parts.json"]
-    done = launch(2, "evaluate", "--limit", "2", "--method", "full", *resume)
+    assert sorted(saved_parts(file)) == [0, 1, 2, 3, 4]
+    file.write_text("torn")
+    done = launch(2, *resume)
     assert done.returncode != 0
     assert done.stderr.count("holds no usable partial results") == 1
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, rank: int, count: int, compute: Any) -> list[Any]:
-    """What one of several processes yields, which takes the parts of the others from `compute`."""
-
-    def gather_object(outcomes: list[Any], mine: Any) -> None:
-        start = round_starts.pop(0)
-        for place in range(count):
-            number = start + place
-            outcomes[place] = mine if place == rank else (compute(number), None)
-
-    round_starts = list(range(0, 100, count))
-    monkeypatch.setattr(runner, "rank", lambda: rank)
-    monkeypatch.setattr(runner, "count", lambda: count)
-    monkeypatch.setattr(runner.distributed, "all_gather_object", gather_object)
-
-    def some(numbers: Any) -> Iterator[Any]:
-        assert list(numbers) == list(range(rank, 7, count))
-        for number in numbers:
-            if compute(number) is None:
-                raise ValueError(f"part {number} failed")
-            yield compute(number)
-
-    return list(compute_parts([1] * 7, some))
-
-
 def test_every_part_is_computed_once_and_yielded_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes, which is given the parts of the others."""
     for count in (1, 2, 3, 7, 9):
         for rank in range(count):
-            found = simulate(monkeypatch, rank, count, lambda number: {"n": number})
+            starts = iter(range(0, 100, count))
+
+            def gather_object(
+                outcomes: list[Any], mine: Any, rank: int = rank, starts: Any = starts
+            ) -> None:
+                start = next(starts)
+                outcomes[:] = [({"n": start + place}, None) for place in range(len(outcomes))]
+                outcomes[rank] = mine
+
+            def compute(numbers: Any, rank: int = rank, count: int = count) -> Iterator[Any]:
+                assert list(numbers) == list(range(rank, 7, count))
+                yield from ({"n": number} for number in numbers)
+
+            monkeypatch.setattr(runner, "rank", partial(int, rank))
+            monkeypatch.setattr(runner, "count", partial(int, count))
+            monkeypatch.setattr(runner.distributed, "all_gather_object", gather_object)
+            found = list(compute_parts([1] * 7, compute))
             assert found == [{"n": number} for number in range(7)], (rank, count)
 
 
@@ -531,17 +476,14 @@ def test_an_error_of_one_process_is_raised_in_all(monkeypatch: pytest.MonkeyPatc
             runner.gather(work)
 
 
-def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+def test_processes_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name in (*settings, "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert not runner.launched() and runner.own_device("cuda") == "cuda"
     with runner.joined():
         assert (runner.rank(), runner.count()) == (0, 1)
         assert runner.gather(lambda: "x") == ["x"] and runner.from_first(lambda: 3) == 3
-
-
-def test_a_machine_with_too_few_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     for name, value in {**settings, "LOCAL_RANK": "5"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -552,19 +494,17 @@ def test_a_machine_with_too_few_devices_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_first_process_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {10: {"sum": 0.1 + 0.2}, 2: {"sum": 1e-300}}
     file = PartFile(tmp_path / "f", {"a": (1, 2)})
     file.read()
-    file.append(10, {"sum": 0.1 + 0.2})
-    file.append(2, {"sum": 1e-300})
-    assert PartFile(tmp_path / "f", {"a": [1, 2]}).read() == {
-        10: {"sum": 0.1 + 0.2},
-        2: {"sum": 1e-300},
-    }
+    for number, part in parts.items():
+        file.append(number, part)
+    assert PartFile(tmp_path / "f", {"a": [1, 2]}).read() == parts
     monkeypatch.setattr(runner, "rank", lambda: 1)
     assert runner.from_first(lambda: 1 / 0) is None
 
 
-def test_the_sum_does_not_depend_on_threads(
+def test_sums_do_not_depend_on_threads_and_other_commands_run_in_the_first_process_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKL_CBWR", "")
@@ -573,11 +513,6 @@ def test_the_sum_does_not_depend_on_threads(
         main(["evaluate", "--limit", "0"])
     assert "count is 0" in capsys.readouterr().err
     assert os.environ["MKL_CBWR"] == "AUTO,STRICT"  # torchrun gives each process one thread
-
-
-def test_other_commands_run_in_the_first_process_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     main(["synthetic", "--placement", "corner", "--method", "gamma:0.005"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +16,9 @@ from bmfa.attention.api import screened_attention
 from bmfa.attention.call import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense, peers, summary
+from bmfa.evidence.bench import dense, measure, peers, summary
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs, as_projection
-from bmfa.evidence.bench.measure import (
-    TIMING,
-    compared_rows,
-    each_size,
-    mean,
-    mean_times,
-    path_of,
-    percent,
-    relative_errors,
-    run_as_timed,
-)
 from bmfa.evidence.bench.methods import (
-    DTYPES,
     ScreenedCall,
     arguments,
     default_backend,
@@ -39,7 +28,9 @@ from bmfa.evidence.bench.methods import (
     parse,
 )
 from bmfa.evidence.bench.verify import check_backend
+from bmfa.evidence.metrics import mean_percent, relative_errors
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.loop import DTYPES
 from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
 
@@ -117,18 +108,12 @@ def run(
     sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, device))
     blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
     present, notes = peers.available()
-    verified: set[int] = set()  # head dimensions
 
-    def measure(size: int) -> list[Row]:
-        inputs = source.record(size, blocks)
-        dim = inputs.shape[2]
-        if dim not in verified:
-            check_backend(plan.backend, DTYPES[plan.dtype], source.device, dim)
-            verified.add(dim)
-        return SizeBenchmark(inputs, plan, present, notes).rows()
+    def measure_size(size: int) -> list[Row]:
+        return SizeBenchmark(source.record(size, blocks), plan, present, notes).rows()
 
     with torch.inference_mode(), missed_targets_ignored():
-        rows, interrupted = each_size(sizes, measure, progress)
+        rows, interrupted = measure.each_size(sizes, measure_size, progress)
     if source.model == RANDOM:
         rows = [{**row, "keys": "random q, k, v"} for row in rows]
     settings = {
@@ -139,7 +124,7 @@ def run(
         "repeats": repeats,
         **({"threads": list(plan.threads)} if plan.threads else {}),
         "seed": source.seed,
-        "timing": for_device(TIMING, plan.device),
+        "timing": for_device(measure.TIMING, plan.device),
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**notes, **interrupted},
@@ -185,17 +170,18 @@ class SizeBenchmark:
         self.images, self.heads, self.dim = inputs.shape
         self.batch = max(1, min(self.images, BATCH_TOKENS // inputs.grid.size))
         self.queries = sampled_queries(inputs)
-        dtype = DTYPES[plan.dtype]
-        self.blocks: dict[int, QKV] = {}
-        self.exact: dict[int, Tensor] = {}  # (images, heads, Q, d) float64 of the sampled queries
-        for block, (q, k, v) in inputs.blocks.items():
-            self.blocks[block] = as_projection(q.to(dtype), k.to(dtype), v.to(dtype))
-            self.exact[block] = dense.exact_attention(q[:, :, self.queries], k, v)
-        self.timed = [tuple(x[: self.batch] for x in qkv) for qkv in self.blocks.values()]
+        self.blocks: list[tuple[QKV, Tensor]] = []  # with exact outputs of the sampled queries
+        for q, k, v in inputs.blocks.values():
+            exact = dense.exact_attention(q[:, :, self.queries], k, v)
+            rounded = (x.to(DTYPES[plan.dtype]) for x in (q, k, v))
+            self.blocks.append((as_projection(*rounded), exact))
+        self.timed = [tuple(x[: self.batch] for x in qkv) for qkv, _ in self.blocks]
         self.screened = partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix)
 
     def rows(self) -> list[Row]:
         """Return the rows of dense paths, tiled attention, `auto` and peers."""
+        dtype, device = DTYPES[self.plan.dtype], str(self.plan.device)
+        check_backend(self.plan.backend, dtype, device, self.dim)
         densities: dict[str, float] = {}
         calls = self._dense_calls() | self._tiled_calls()
         calls |= {"auto": self.screened, **self._peer_calls(densities)}
@@ -206,9 +192,9 @@ class SizeBenchmark:
         rows: list[Row] = []
         for count in self.plan.threads or (torch.get_num_threads(),):
             with timing.threads(count):
-                times = mean_times(self.cases(calls), self.plan.repeats, self.plan.device)
+                times = measure.mean_times(self.cases(calls), self.plan.repeats, self.plan.device)
             several = {"threads": count} if len(self.plan.threads) > 1 else {}
-            rows += [{**row, **several} for row in compared_rows(measured, times)]
+            rows += [{**row, **several} for row in measure.compared_rows(measured, times)]
         return rows
 
     def _dense_calls(self) -> dict[str, ScreenedCall]:
@@ -226,18 +212,14 @@ class SizeBenchmark:
 
         Beside the native kernels, exact attention by them, and the same methods by torch operations.
         """
-        distinct: dict[str, str] = {}
+        distinct: dict[str, tuple[str, dict[str, Any]]] = {}
         for name in self.plan.methods:
-            distinct.setdefault(repr(arguments(name, self.inputs.grid)), name)
+            options = arguments(name, self.inputs.grid)
+            distinct.setdefault(repr(options), (name, options))
 
         def tiled(prefix: str, backend: Backend) -> dict[str, ScreenedCall]:
-            options = {"allow_dense": False, "backend": backend}
-            return {
-                f"{prefix}-{name}": partial(
-                    self.screened, **options, **arguments(name, self.inputs.grid)
-                )
-                for name in distinct.values()
-            }
+            call = partial(self.screened, allow_dense=False, backend=backend)
+            return {f"{prefix}-{name}": partial(call, **o) for name, o in distinct.values()}
 
         calls = tiled("tiled", self.plan.backend)
         if self.plan.backend == "native":
@@ -265,9 +247,9 @@ class SizeBenchmark:
         """
         for index, tokens in enumerate(self.timed):
             yield {
-                name: _bind(scaled_dot_product_attention if path_of(name) else call, tokens)
+                name: _bind(scaled_dot_product_attention if measure.path_of(name) else call, tokens)
                 for name, call in calls.items()
-                if not index or not path_of(name)
+                if not index or not measure.path_of(name)
             }
 
     def measure(self, name: str, call: ScreenedCall, density: float | None) -> Row:
@@ -276,24 +258,21 @@ class SizeBenchmark:
         by_call: list[float] = []
         by_query: list[Tensor] = []
         stats: list[Stats] = []
-        for block, tokens in self.blocks.items():
+        for tokens, exact in self.blocks:
             by_block.append([])
             for start in range(0, self.images, self.batch):
                 images = slice(start, start + self.batch)
                 work = partial(call, *(x[images] for x in tokens))
-                result, _ = run_as_timed(work, self.plan.device)
+                result, _ = measure.run_as_timed(work, self.plan.device)
                 if isinstance(result, Screened):
                     stats.append(result.stats)
                     result = result.output
-                output, expected = result[:, :, self.queries].double(), self.exact[block][images]
+                output, expected = result[:, :, self.queries].double(), exact[images]
                 by_block[-1] += relative_errors(output, expected).tolist()
                 by_call.append(float((output - expected).norm() / expected.norm()))
                 distances = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
                 by_query.append(distances.flatten().cpu())
-        if path_of(name):
-            density = 1.0
-        elif stats:
-            density = mean(one.density for one in stats)
+        shares = [1.0] if measure.path_of(name) else [one.density for one in stats] or [density]
         return {
             "what": "attention",
             "n": self.inputs.grid.size,
@@ -303,7 +282,7 @@ class SizeBenchmark:
             "batch": self.batch,
             "images": self.images,
             "method": name,
-            "density_percent": percent(density),
+            "density_percent": mean_percent(shares),
             "error_l2_percent": 100 * fmean(error for errors in by_block for error in errors),
             "worst_block_error_percent": 100 * max(map(fmean, by_block)),
             "error_p95_query_percent": 100 * float(quantile(torch.cat(by_query), 0.95)),
@@ -317,7 +296,7 @@ class SizeBenchmark:
     def _memory(self, call: ScreenedCall) -> Row:
         """Return the peak with q, k, v and output, and what is held besides in percent of k and v."""
         tokens = self.timed[0]
-        _, peak = run_as_timed(_bind(call, tokens), self.plan.device)
+        _, peak = measure.run_as_timed(_bind(call, tokens), self.plan.device)
         if peak is None:
             return {"peak_mebibytes": None, "extra_memory_percent": None}
         tensor_bytes = tokens[0].numel() * tokens[0].element_size()
@@ -333,19 +312,23 @@ def sampled_queries(inputs: RecordedInputs) -> Tensor:
     step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
     while gcd(step, inputs.grid.width) != 1:
         step -= 1
-    return torch.arange(0, tokens, step, device=inputs.device)
+    q, _, _ = next(iter(inputs.blocks.values()))
+    return torch.arange(0, tokens, step, device=q.device)
 
 
 def estimate_columns(stats: Sequence[Stats]) -> Row:
     """Return what tiled calls say of their own errors, as means in percent; nothing for other calls."""
     reports = [one.error for one in stats if one.form != "dense" and one.error is not None]
-    if not reports:
-        return {}
+    columns = {
+        "estimated_error_percent": "estimate",
+        "estimated_p95_percent": "p95",
+        "estimate_uncertainty_percent": "uncertainty",
+        "target_met_percent": "met",
+    }
     return {
-        "estimated_error_percent": percent(mean(report.estimate for report in reports)),
-        "estimated_p95_percent": percent(mean(report.p95 for report in reports)),
-        "estimate_uncertainty_percent": percent(mean(report.uncertainty for report in reports)),
-        "target_met_percent": percent(mean(report.met for report in reports)),
+        column: mean_percent(getattr(report, name) for report in reports)
+        for column, name in columns.items()
+        if reports
     }
 
 

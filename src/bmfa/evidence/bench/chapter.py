@@ -5,52 +5,12 @@ from typing import Any
 from bmfa.evidence.bench import summary
 from bmfa.evidence.bench.figures import mask_rows
 from bmfa.evidence.page.chapter import Chapter
-from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.origins import describe_data
 from bmfa.evidence.page.record_set import MissingValueError, RecordSet, require_any
 from bmfa.records import Record, Row
 
 SIMILAR_MASK = 0.95  # IoU from which masks are called alike
-# Columns by the value of `what` in the rows: key, heading, and decimals or "code".
-COLUMNS: dict[str, tuple[tuple[str, str, Any], ...]] = {
-    "attention": (
-        ("n", "N", 0),
-        ("threads", "threads", 0),
-        ("dim", "d", 0),
-        ("method", "method", "code"),
-        ("density_percent", "tiles expanded, %", 1),
-        ("e_mean", "E, mean over queries", 3),
-        ("error_l2_percent", "error, %", 2),
-        ("error_p95_query_percent", "P95 over queries, %", 1),
-        ("milliseconds", "ms", 3),
-        ("speedup", "speed", 2),
-        ("extra_memory_percent", "extra memory, % of K and V", 1),
-    ),
-    "kernel": (
-        ("n", "N", 0),
-        ("method", "method", "code"),
-        ("kernel", "kernel", "code"),
-        ("launches", "launches", 0),
-        ("milliseconds", "ms", 4),
-        ("bytes", "bytes", 0),
-        ("flops", "flops", 0),
-        ("limit_milliseconds", "limit, ms", 4),
-        ("limit_percent", "limit, % of the time", 1),
-    ),
-    "model": (
-        ("img_size", "pixels", 0),
-        ("n", "N", 0),
-        ("method", "method", "code"),
-        ("tiled_layers", "tiled layers", 0),
-        ("density_percent", "tiles expanded, %", 1),
-        ("error_l2_percent", "error of the features, %", 2),
-        ("mask_iou", "IoU of the masks", 3),
-        ("milliseconds", "ms", 2),
-        ("speedup", "speed", 2),
-        ("speedup_eager", "speed, eager calls", 2),
-        ("peak_mebibytes", "peak MiB", 0),
-    ),
-}
+TABLES = ("attention", "kernel", "model")  # values of `what` with columns in tables.j2
 
 
 def markdown(record: Record) -> str:
@@ -65,57 +25,21 @@ def markdown(record: Record) -> str:
     Raises:
         ValueError: if the record has no such rows.
     """
-    tables = [_markdown_table(what, rows) for what, rows in _known_rows(record).items()]
-    if not tables:
+    from bmfa.evidence.page import build  # it imports this module
+
+    if not (found := tables(record)):
         raise ValueError(
             "the record has no rows of attention or models; pass one of bmfa bench attention or model"
         )
-    parts = [conditions(record), *tables]
-    if "break_even_tokens" in record.settings:
-        parts.append("; ".join(summary.lines(dict(record.settings))) + ".")
-    return "\n\n".join(parts)
+    lines = summary.lines(record.settings) if "break_even_tokens" in record.settings else []
+    template = build._templates().get_template("bench/markdown.j2")
+    return str(template.render(record=record, tables=found, lines=lines)).strip()
 
 
-def _known_rows(record: Record) -> dict[str, list[Row]]:
-    """The rows of a record with columns in `COLUMNS`, by `what`."""
-    by_what = {what: [row for row in record.rows if row.get("what") == what] for what in COLUMNS}
+def tables(record: Record) -> dict[str, list[Row]]:
+    """Return the rows of a record that have a table, by `what`."""
+    by_what = {what: [row for row in record.rows if row.get("what") == what] for what in TABLES}
     return {what: rows for what, rows in by_what.items() if rows}
-
-
-def _markdown_table(what: str, rows: list[Row]) -> str:
-    columns = [c for c in COLUMNS[what] if any(row.get(c[0]) is not None for row in rows)]
-    lines = [
-        [heading for _, heading, _ in columns],
-        ["---" if form == "code" else "---:" for _, _, form in columns],
-    ]
-    for row in rows:
-        cells = []
-        for key, _, form in columns:
-            value = row.get(key)
-            shown = f"`{value}`" if form == "code" else format_number(value, form)
-            cells.append("" if value is None else shown)
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def conditions(record: Record) -> str:
-    """Return the device, versions, dtype, model, images and dense path of a measurement."""
-    environment, settings = record.environment, record.settings
-    dtypes = dict.fromkeys(str(row["dtype"]) for row in record.rows if "dtype" in row)
-    paths = dict.fromkeys(str(row["path"]) for row in record.rows if "path" in row)
-    parts = [str(environment.get("device_name"))]
-    if not str(environment.get("device")).startswith("cuda"):
-        counts = settings.get("threads") or [environment.get("threads")]
-        parts += [] if None in counts else [f"{' and '.join(map(str, counts))} threads"]
-        native = environment.get("instruction_set")
-        parts += [] if native is None else [f"native kernels {native}"]
-    images = len(settings.get("images") or [])
-    return (
-        f"{', '.join(parts)}, torch {environment.get('torch')}, {', '.join(dtypes)}; "
-        f"{settings.get('model')} (weights: {settings.get('weights')}), {images} "
-        f"{'image' if images == 1 else 'images'}; dense is the fastest path of the same run "
-        f"({', '.join(paths)})."
-    )
 
 
 def speed(records: RecordSet) -> dict[str, Any]:
@@ -123,14 +47,9 @@ def speed(records: RecordSet) -> dict[str, Any]:
     found = [r for r in records.of("bench") if r.rows and not mask_rows(RecordSet(r))]
     return {
         "shown": RecordSet(require_any(found)),
-        "tables": [(_known_rows(record), conditions(record)) for record in found],
-        "columns": COLUMNS,
-        "others": [row for r in found for row in r.rows if row.get("what") not in COLUMNS],
-        "break_even": [
-            f"{record.environment.get('device_name')}: {'; '.join(lines)}."
-            for record in found
-            if (lines := summary.lines(dict(record.settings)))
-        ],
+        "tables_of": tables,
+        "lines": summary.lines,
+        "others": [row for r in found for row in r.rows if row.get("what") not in TABLES],
     }
 
 

@@ -20,7 +20,7 @@ PATHS = {
 }
 DEFAULT = "default"  # the path that torch selects
 # Largest number of scores that the path "math", which writes all of them, is run for.
-MAX_MATH_SCORES = {"cuda": 2**31, "cpu": 2**24}
+MAX_MATH_SCORES = 2**31
 # Scores of `exact_attention` in memory at once: 256 MiB in float64.
 CHUNK_SCORES = 2**25
 
@@ -53,7 +53,7 @@ def unsupported_reason(name: str, q: Tensor, k: Tensor, v: Tensor) -> str | None
     """Return why a path does not run on these inputs, or None if it does."""
     batch, heads, tokens, _ = q.shape
     scores = batch * heads * tokens**2
-    if name == "math" and scores > MAX_MATH_SCORES.get(q.device.type, MAX_MATH_SCORES["cpu"]):
+    if name == "math" and scores > MAX_MATH_SCORES:
         return f"it would write {scores:.1e} scores"
     try:
         dense_path(name)(q, k, v)

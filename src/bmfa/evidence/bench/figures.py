@@ -74,15 +74,13 @@ def attention_time(records: RecordSet, narrow: bool) -> "Drawing | None":
 def _time_lines(rows: Sequence[Row]) -> dict[str, Mapping[int, float]]:
     """Milliseconds by tokens; the fitted exponent is part of each name."""
     error = summary.FIXED_ERROR
-    lines = {
-        "dense:": summary.times_of(rows, "dense"),
-        f"at-error:{error:g}%": summary.times_at_error(rows, error),
-    }
+    lines = {"dense:": summary.times_of(rows, "dense")}
+    lines[f"at-error:{error:g}%"] = summary.times_at_error(rows, error)
     for method in TIMED_METHODS:
         lines[method.removeprefix("tiled-")] = summary.times_of(rows, method)
     named: dict[str, Mapping[int, float]] = {}
     for name, times in lines.items():
-        exponent = summary.exponent(dict(times))
+        exponent = summary.exponent(times)
         if times:
             named[name if exponent is None else f"{name} N^{exponent:.2f}"] = times
     return named
@@ -140,19 +138,16 @@ def _over_speed(
     sizes = sorted({int(row["n"]) for row in rows})
     methods = {family(get_text(row, "method")) for row in rows}
     legend = {name: title for name, title in TITLES.items() if name in methods}
+    rows = [row for row in rows if family(get_text(row, "method")) in legend]
     drawing, panels = plots.panels(len(sizes), 2, narrow, 290, legend, legend_columns=3)
     for n, axes in zip(sizes, panels, strict=True):
-        lines = {
-            name: get_points(
-                [row for row in rows if row["n"] == n and family(get_text(row, "method")) == name],
-                "speedup",
-                column,
-            )
-            for name in legend
-        }
+        points: dict[str, list[Row]] = {name: [] for name in legend}
+        for row in (row for row in rows if row["n"] == n):
+            points[family(get_text(row, "method"))].append(row)
+        lines = {name: get_points(some, "speedup", column) for name, some in points.items()}
         speeds = [speed for line in lines.values() for speed, _ in line]
         plots.set_log_range(axes, "x", [*speeds, 1.0], 1.2)
-        axes.axvline(1.0, color=plots.LIGHT["ink"], linewidth=1.0)
+        plots.mark_level(axes, x=1.0)
         for name, line in lines.items():
             plots.draw_line(axes, name, line)
         plots.label(axes, f"{n:,} tokens", *labels)

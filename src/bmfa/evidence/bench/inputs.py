@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from bmfa.data.drawn.scenes import draw_scene
 from bmfa.data.images import ImageFiles
@@ -18,6 +17,7 @@ from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.families import VisionTransformer, find_vision_transformer
 from bmfa.models.loading import check_img_size, check_timm_name
+from bmfa.models.replacement import Interceptor
 from bmfa.packages import load_package
 
 Pixels = NDArray[np.uint8]
@@ -41,11 +41,6 @@ class RecordedInputs:
         """Images, heads and head dimension."""
         q = next(iter(self.blocks.values()))[0]
         return q.shape[0], q.shape[1], q.shape[3]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return next(iter(self.blocks.values()))[0].device
 
 
 class InputSource:
@@ -111,10 +106,10 @@ class InputSource:
         """Draw normal q, k, v on a side x side grid without a prefix."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.names), RANDOM_HEADS, side * side, RANDOM_DIM)
-        drawn: dict[int, QKV] = {}
-        for block in blocks:
-            q, k, v = (torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
-            drawn[block] = (q, k, v)
+        drawn: dict[int, Any] = {
+            block: tuple(torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
+            for block in blocks
+        }
         return RecordedInputs(Grid(side, side), 0, drawn)
 
 
@@ -147,44 +142,27 @@ def as_projection(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     return q, k, v
 
 
-class _AllRecorded(Exception):  # noqa: N818
-    """Ends a forward pass after the last block that is recorded."""
-
-
-class _Recorder(TorchFunctionMode):
-    """Keeps q, k, v of chosen calls of scaled_dot_product_attention, one call for each block."""
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        super().__init__()
-        self.blocks, self.calls = set(blocks), 0
-        self.recorded: dict[int, QKV] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is scaled_dot_product_attention:
-            if self.calls in self.blocks:
-                q, k, v = args[:3]
-                self.recorded[self.calls] = (q, k, v)
-            self.calls += 1
-            if self.calls > max(self.blocks):
-                raise _AllRecorded
-        return func(*args, **(kwargs or {}))
-
-
 def _record(
     model: nn.Module, options: Any, pixels: Tensor, blocks: Sequence[int]
 ) -> dict[int, QKV]:
-    recorder = _Recorder(blocks)
-    try:
-        with torch.inference_mode(), recorder:
-            model(pixels, **options)
-    except _AllRecorded:
-        return recorder.recorded
-    raise ValueError(
-        f"{type(model).__name__} called scaled_dot_product_attention {recorder.calls} times, too few "
-        f"for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is fused"
-    )
+    """Return q, k, v of some calls of scaled_dot_product_attention, one call for each block."""
+    recorded: dict[int, QKV] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if interceptor.calls - 1 in blocks:
+            recorded[interceptor.calls - 1] = (q, k, v)
+        return scaled_dot_product_attention(q, k, v, *args, **kwargs)
+
+    interceptor = Interceptor(attend)
+    with torch.inference_mode(), interceptor:
+        model(pixels, **options)
+    if interceptor.calls <= max(blocks):
+        raise ValueError(
+            f"{type(model).__name__} called scaled_dot_product_attention {interceptor.calls} times, too "
+            f"few for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is "
+            "fused"
+        )
+    return recorded
 
 
 def load_any_size(

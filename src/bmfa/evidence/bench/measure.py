@@ -1,4 +1,4 @@
-"""The loop of the benchmarks: sizes one after the other; times, errors and memory of named calls."""
+"""The loop of the benchmarks: sizes one after the other; times and memory of named calls."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,10 +6,10 @@ from statistics import fmean
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from bmfa import timing
 from bmfa.evidence.bench import dense
+from bmfa.evidence.metrics import mean
 from bmfa.evidence.runner import Progress
 from bmfa.records import Row
 
@@ -71,8 +71,11 @@ def mean_times(
     """Time calls by name on every case, and return the mean over the cases that have a name."""
     samples: dict[str, list[Times]] = {}
     for works in cases:
+        found: dict[str, Times] = {}
         if device.type == "cuda":
-            found = {name: _time_on_path(name, work, repeats) for name, work in works.items()}
+            for name, work in works.items():
+                with on_path(name):
+                    found[name] = timing.time_call(work, repeats, device)
         else:  # dense paths have no choice there
             medians = timing.time_alternating(works, repeats, device)
             found = {name: (milliseconds, None) for name, milliseconds in medians.items()}
@@ -82,11 +85,6 @@ def mean_times(
         name: (fmean(graph for graph, _ in times), mean(eager for _, eager in times))
         for name, times in samples.items()
     }
-
-
-def _time_on_path(name: str, work: timing.Work, repeats: int) -> Times:
-    with on_path(name):
-        return timing.time_call(work, repeats, torch.device("cuda"))
 
 
 def compared_rows(rows: Mapping[str, Row], times: Mapping[str, Times]) -> list[Row]:
@@ -143,22 +141,3 @@ def run_as_timed(work: Callable[[], Result], device: torch.device) -> tuple[Resu
         graph.milliseconds()
     torch.cuda.synchronize(device)
     return calls[0]
-
-
-def relative_errors(output: Tensor, expected: Tensor) -> Tensor:
-    """Return (B,) relative L2 errors of outputs (B, ...) in float64."""
-    wanted = expected.double()
-    distances = (output.double() - wanted).flatten(1).norm(dim=1)
-    relative: Tensor = distances / wanted.flatten(1).norm(dim=1)
-    return relative
-
-
-def percent(share: float | None) -> float | None:
-    """Return 100 times a share; None stays None."""
-    return None if share is None else 100 * share
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None without any."""
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None

@@ -13,9 +13,9 @@ from bmfa.attention.kernels.native import library
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import Tiling
 from bmfa.checks import check_number
+from bmfa.evidence.runner.loop import parse_dtype
 from bmfa.grid import Grid
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KINDS = ("tiles", "leaves", "error")
 
 ScreenedCall = Callable[[Tensor, Tensor, Tensor], Tensor | Screened]  # q, k, v to outputs
@@ -66,8 +66,7 @@ def for_device(values: dict[str, Any], device: torch.device) -> Any:
 
 def dtype_name(name: str | None, device: torch.device) -> str:
     """Return a dtype of `DTYPES`, or the default of the device."""
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; pass one of {', '.join(DTYPES)}")
+    parse_dtype(name)
     return name or ("bfloat16" if device.type == "cuda" else "float32")
 
 

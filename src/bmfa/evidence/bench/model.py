@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -13,20 +12,9 @@ from torch import Tensor, nn
 from bmfa import timing
 from bmfa.attention.result import Stats
 from bmfa.checks import check_integer
+from bmfa.evidence.bench import measure
 from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_images
-from bmfa.evidence.bench.measure import (
-    TIMING,
-    compared_rows,
-    each_size,
-    mean,
-    mean_times,
-    on_path,
-    percent,
-    relative_errors,
-    run_as_timed,
-)
 from bmfa.evidence.bench.methods import (
-    DTYPES,
     arguments,
     default_backend,
     dtype_name,
@@ -36,11 +24,14 @@ from bmfa.evidence.bench.methods import (
 )
 from bmfa.evidence.bench.saliency import load_decoder, masks
 from bmfa.evidence.bench.verify import check_backend
-from bmfa.evidence.metrics import mask_iou
+from bmfa.evidence.metrics import mask_iou, mean, mean_percent, relative_errors
+from bmfa.evidence.model_methods import copy_sharing_weights
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.loop import DTYPES
 from bmfa.grid import Grid
-from bmfa.models import LoadedModel, patch
+from bmfa.models import patch
 from bmfa.models.families import find_vision_transformer
+from bmfa.models.measures import features
 from bmfa.models.screened_layer import observe
 from bmfa.records import Record, Row, environment
 
@@ -100,18 +91,13 @@ class Settings:
         check_integer("batch_size", self.batch_size, low=1)
         check_integer("repeats", self.repeats, low=1)
         dtype_name(self.dtype, torch.device(self.device))
-        check_integer("images", self.image_count, low=1)
-        if self.image_count % self.batch_size:
+        images = self.batch_size if self.images is None else self.images
+        if check_integer("images", images, low=1) % self.batch_size:
             raise ValueError(
                 f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
             parse(name)
-
-    @property
-    def image_count(self) -> int:
-        """The number of images, by default those of one batch."""
-        return self.batch_size if self.images is None else self.images
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
@@ -136,13 +122,13 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     chosen = list(sizes) or list(for_device(SIZES, device))
     known: dict[str, Any] = {"weights": "", "images": []}
 
-    def measure(size: int) -> list[Row]:
+    def measure_size(size: int) -> list[Row]:
         benchmark = SizeBenchmark(settings, check_integer("img_size", size, low=16))
         known.update(weights=benchmark.weights, images=benchmark.names)
         return benchmark.rows()
 
     with torch.inference_mode(), missed_targets_ignored():
-        rows, absent = each_size(chosen, measure, progress)
+        rows, absent = measure.each_size(chosen, measure_size, progress)
     recorded = {
         "model": settings.model,
         "layers": settings.layers,
@@ -153,7 +139,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "decoder": settings.decoder and os.path.basename(settings.decoder),
         "sizes": chosen,
         "batch_size": settings.batch_size,
-        "timing": for_device(TIMING, device),
+        "timing": for_device(measure.TIMING, device),
         "error": ERROR,
         **({"absent": absent} if absent else {}),
     }
@@ -173,19 +159,17 @@ class SizeBenchmark:
         self.loaded.model.to(self.device, DTYPES[self.dtype])
         self.vit = find_vision_transformer(self.loaded.model)
         check_one_grid(self.vit)
-        images, self.names = read_images(settings.data_dir, settings.image_count, settings.seed)
+        images, self.names = read_images(
+            settings.data_dir, settings.images or settings.batch_size, settings.seed
+        )
         pixels = self.loaded.preprocess.batch(images).to(self.device).to(DTYPES[self.dtype])
         self.batches = torch.split(pixels, settings.batch_size)
         self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here
-        self.decoder = None
-        if settings.decoder is not None:
-            self.decoder = load_decoder(settings.decoder).to(self.device)
+        decoder = settings.decoder
+        self.decoder = None if decoder is None else load_decoder(decoder).to(self.device)
         projection: Any = self.vit.projection
-        height, width = (
-            int(side // stride)
-            for side, stride in zip(pixels.shape[-2:], projection.stride, strict=True)
-        )
-        self.grid = Grid(height, width)
+        height, width = pixels.shape[-2:]
+        self.grid = Grid(height // projection.stride[0], width // projection.stride[1])
         attention: Any = self.vit.attentions[0]
         self.heads = int(getattr(attention, "num_heads", None) or attention.num_attention_heads)
         self.head_dim = int(projection.out_channels) // self.heads
@@ -200,15 +184,17 @@ class SizeBenchmark:
         for name in self.settings.methods or for_device(DEFAULT_METHODS, self.device):
             models[name] = self._screened_model(name)
         works = {name: self._forward(model) for name, model in models.items()}
-        times = mean_times((works for _ in self._batches()), self.settings.repeats, self.device)
+        times = measure.mean_times(
+            (works for _ in self._batches()), self.settings.repeats, self.device
+        )
         best = min(dense_names, key=lambda name: times[name][0])
-        with on_path(best):
-            expected = [final_features(models[best], self.loaded, x) for x in self._batches()]
+        with measure.on_path(best):
+            expected = [self._features(models[best]) for _ in self._batches()]
         measured: dict[str, Row] = {}
         for name, model in models.items():
-            with on_path(name):
+            with measure.on_path(name):
                 measured[name] = self._measure(name, model, expected)
-        return compared_rows(measured, times)
+        return measure.compared_rows(measured, times)
 
     def _batches(self) -> Iterator[Tensor]:
         """Put one batch of images after the other where the models read them."""
@@ -216,16 +202,16 @@ class SizeBenchmark:
             yield self.pixels.copy_(batch)
 
     def _screened_model(self, name: str) -> nn.Module:
-        model = self.loaded.model
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        options: dict[str, Any] = {
-            "layers": self.settings.layers,
-            "allow_dense": self.settings.allow_dense,
-        }
-        return patch(deepcopy(model, shared), **options, **arguments(name, self.grid))
+        options: dict[str, Any] = arguments(name, self.grid)
+        options |= {"layers": self.settings.layers, "allow_dense": self.settings.allow_dense}
+        return patch(copy_sharing_weights(self.loaded.model), **options)
 
     def _forward(self, model: nn.Module) -> timing.Work:
         return lambda: model(self.pixels, **self.loaded.options)
+
+    def _features(self, model: nn.Module) -> Tensor:
+        """Return (B, tokens, dim): the tokens after the last block and its norm."""
+        return features(model, self.pixels, self.loaded.options)[0].clone()
 
     def _measure(self, name: str, model: nn.Module, expected: Sequence[Tensor]) -> Row:
         """Return everything about a model but its time: features and masks against the dense model."""
@@ -236,18 +222,18 @@ class SizeBenchmark:
 
         def forward() -> Tensor:
             stats.clear()
-            return final_features(model, self.loaded, self.pixels)
+            return self._features(model)
 
         with observe(model, lambda inputs, screened: stats.append(screened.stats)):
             for wanted, _ in zip(expected, self._batches(), strict=True):
-                output, _ = run_as_timed(forward, self.device)
+                output, _ = measure.run_as_timed(forward, self.device)
                 errors += relative_errors(output, wanted).tolist()
                 densities.append(mean(one.density for one in stats))
                 if self.decoder is not None:
                     where = self.grid, self.vit.prefix
                     pair = (masks(self.decoder, x, *where) for x in (output, wanted))
                     agreements += mask_iou(*pair).tolist()
-        _, peak = run_as_timed(self._forward(model), self.device)
+        _, peak = measure.run_as_timed(self._forward(model), self.device)
         return {
             "what": "model",
             "img_size": self.size,
@@ -257,30 +243,10 @@ class SizeBenchmark:
             "dtype": self.dtype,
             "batch": len(self.pixels),
             "method": name,
-            "density_percent": percent(mean(densities)),
+            "density_percent": mean_percent(densities),
             "tiled_layers": sum(one.form == "tiled" for one in stats),
             "layers": len(self.vit.attentions),
             "error_l2_percent": 100 * fmean(errors),
             **({"mask_iou": fmean(agreements)} if agreements else {}),
             "peak_mebibytes": None if peak is None else peak / 2**20,
         }
-
-
-def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:
-    """Return (B, tokens, dim): the output of the final norm, or of the last block without one."""
-    outputs: list[Any] = []
-    handle = _last_module(model).register_forward_hook(lambda *call: outputs.append(call[2]))
-    try:
-        model(pixels, **loaded.options)
-    finally:
-        handle.remove()
-    output: Tensor = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
-    return output.clone()
-
-
-def _last_module(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        norm = getattr(module, "norm", None)
-        if hasattr(module, "blocks") and isinstance(norm, nn.Module):
-            return norm
-    return find_vision_transformer(model).blocks[-1]

@@ -1,6 +1,7 @@
 """Sparse attention of other packages, timed where they are installed."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,9 @@ PISA_SHARES = (0.05, 0.1, 0.2, 0.3)
 
 def available() -> tuple[list[str], dict[str, str]]:
     """Return the peers that are installed, and why each other one is not timed."""
-    present = [name for name, peer in PEERS.items() if is_installed(peer.module)]
-    absent = {
-        name: f"{peer.module} is not installed"
-        for name, peer in PEERS.items()
-        if name not in present
-    }
-    return present, absent
+    missing = {n: peer.module for n, peer in PEERS.items() if not is_installed(peer.module)}
+    absent = {name: f"{module} is not installed" for name, module in missing.items()}
+    return [name for name in PEERS if name not in missing], absent
 
 
 def calls(names: Sequence[str], grid: Grid, prefix: int) -> dict[str, tuple[Attention, float]]:
@@ -60,28 +57,18 @@ def _natten(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
     return neighbourhood, side**2 / grid.size
 
 
-def _pisa(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
-    """PISA of first order: a share of the blocks is exact, others have their mean and a slope.
-
-    Blocks are selected as in its own models, by score and by how values follow keys in a block.
-    """
-    return _piecewise("piecewise_sparse_attention", grid, prefix, share, use_bias=True)
-
-
-def _pisa_zeroth(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
-    """PISA of order zero: a share of the blocks is exact, others have their mean."""
-    return _piecewise("piecewise_sparse_attention_0th", grid, prefix, share)
-
-
 def _piecewise(
     name: str, grid: Grid, prefix: int, share: float, **options: Any
 ) -> tuple[Attention, float]:
-    """Return a function of PISA's package, and the share of blocks it keeps, at least one block."""
+    """PISA: a share of the blocks is exact, others have their mean, and with a bias a slope.
+
+    With a bias, blocks are selected as in its own models, by score and by how values follow keys.
+    """
 
     def piecewise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         function = getattr(load_package("piecewise_attn"), name)
         if q.is_cuda:
-            _set_triton_allocator()
+            load_package("triton").set_allocator(_allocate)
         output: Tensor = function(q, k, v, density=share, block_size=PISA_BLOCK, **options)
         return output
 
@@ -89,13 +76,9 @@ def _piecewise(
     return TileOrdered(piecewise, grid, prefix), max(1, int(share * blocks)) / blocks
 
 
-def _set_triton_allocator() -> None:
-    """Let Triton allocate device memory: the descriptors that PISA's kernels make need some."""
-
-    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device="cuda")
-
-    load_package("triton").set_allocator(allocate)
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate device memory for Triton: the descriptors that PISA's kernels make need some."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 class TileOrdered:
@@ -142,6 +125,8 @@ class Peer(NamedTuple):
     shares: tuple[float, ...] = SHARES
 
 
+_pisa = partial(_piecewise, "piecewise_sparse_attention", use_bias=True)
+_pisa_zeroth = partial(_piecewise, "piecewise_sparse_attention_0th")
 PEERS = {
     "sparge": Peer("spas_sage_attn", _sparge),
     "natten": Peer("natten", _natten),

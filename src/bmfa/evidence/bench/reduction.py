@@ -7,16 +7,16 @@ the same images, and their intervals are from the bootstrap over images.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bmfa.evidence.metrics import RESAMPLES, compare, interval
+from bmfa.evidence.metrics import RESAMPLES, compare, gain_columns
 from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce
@@ -68,7 +68,9 @@ def run(
     """
     for name in baselines:
         parse(name)
-    tensors = _read(model, images, batch_size)
+    batches = ImageBatches(images, model.preprocess, batch_size, workers=0)
+    read = [b.pixels for b in batches.read(range(len(batches.sizes))) if b.indices]
+    tensors = torch.cat(read) if read else torch.empty(0)
     if len(tensors) < 4:
         raise ValueError(f"{len(tensors)} images can be read; pass at least four")
     model.model.to(device)
@@ -89,8 +91,7 @@ def run(
             rows += _rows(name, found, chosen, reported, seed)
     for name in baselines:
         first, second = (result[name] for result in results)
-        both = [kind for kind in first if kind in second]
-        pooled = {kind: _pooled(first[kind], second[kind]) for kind in both}
+        pooled = {kind: _pooled(first[kind], second[kind]) for kind in first if kind in second}
         rows += _rows(name, pooled, "the other half", "both", seed)
     settings = {
         "model": model.name,
@@ -109,15 +110,14 @@ def run(
     return Record("reduction", settings, rows, environment(device))
 
 
-def _read(model: LoadedModel, images: Images, batch_size: int) -> Tensor:
-    batches = ImageBatches(images, model.preprocess, batch_size, workers=0)
-    numbers = range(len(batches.sizes))
-    parts = [batch.pixels for batch in batches.read(numbers) if batch.indices]
-    return torch.cat(parts) if parts else torch.empty(0, 3, 1, 1)
+@dataclass(frozen=True)
+class Outcome:
+    """What a schedule, or a reduction, gives on some images."""
 
-
-# A method of one kind: its name, its operations, and the columns of `compare` over the images.
-Outcome = dict[str, Any]
+    method: str
+    gflops: float
+    agreeing: NDArray[np.float64]  # (images,)
+    output_kl: NDArray[np.float64]  # (images,)
 
 
 def _compare_all(
@@ -148,60 +148,48 @@ def _logits(tuner: ReductionTuner, schedule: Schedule = ()) -> Tensor:
 
 
 def _compare(tuner: ReductionTuner, name: str, reference: Tensor) -> dict[str, Outcome]:
+    def outcome(method: str, flops: int, logits: Tensor) -> Outcome:
+        columns = compare(reference, logits, [None] * len(logits))
+        agreeing, kl = (columns[key].double().cpu().numpy() for key in ("agreeing", "output_kl"))
+        return Outcome(method, flops / 1e9, agreeing, kl)
+
     reduce(tuner.counted, name)
     pixels = tuner.images["test"][:1].to("cpu", torch.float32)
     flops = count_flops(tuner.counted, pixels, tuner.options)
     reduce(tuner.model, name)
-    found = {"baseline": _outcome(name, flops, reference, _logits(tuner))}
+    found = {"baseline": outcome(name, flops, _logits(tuner))}
     tuned = tuner.best_schedule(flops)
     for kind, schedule in (("fixed", fixed_schedule(tuner.schedules, flops)), ("tuned", tuned)):
         if schedule is not None:
             method = f"{tuner.policy}:{','.join(map(str, schedule))}"
-            logits = _logits(tuner, schedule)
-            found[kind] = _outcome(method, tuner.count(schedule), reference, logits)
+            found[kind] = outcome(method, tuner.count(schedule), _logits(tuner, schedule))
     return found
 
 
-def _outcome(method: str, flops: int, reference: Tensor, logits: Tensor) -> Outcome:
-    columns = compare(reference, logits, [None] * len(logits))
-    return {
-        "method": method,
-        "gflops": flops / 1e9,
-        "agrees": columns["agreeing"].double().cpu().numpy(),
-        "kl": columns["output_kl"].cpu().numpy(),
-    }
-
-
-def _pooled(*outcomes: Outcome) -> Outcome:
-    return {
-        "method": " and ".join(dict.fromkeys(outcome["method"] for outcome in outcomes)),
-        "gflops": sum(outcome["gflops"] for outcome in outcomes) / len(outcomes),
-        "agrees": np.concatenate([outcome["agrees"] for outcome in outcomes]),
-        "kl": np.concatenate([outcome["kl"] for outcome in outcomes]),
-    }
+def _pooled(first: Outcome, second: Outcome) -> Outcome:
+    return Outcome(
+        " and ".join(dict.fromkeys((first.method, second.method))),
+        (first.gflops + second.gflops) / 2,
+        np.concatenate([first.agreeing, second.agreeing]),
+        np.concatenate([first.output_kl, second.output_kl]),
+    )
 
 
 def _rows(
     baseline: str, outcomes: Mapping[str, Outcome], chosen: str, reported: str, seed: int
 ) -> list[Row]:
-    rows: list[Row] = []
-    for kind, outcome in outcomes.items():
-        gain = outcome["agrees"] - outcomes["baseline"]["agrees"]
-        low, high = interval(gain, seed)
-        rows.append(
-            {
-                "baseline": baseline,
-                "schedule": kind,
-                "chosen_on": chosen if kind == "tuned" else None,
-                "reported_on": reported,
-                "images": len(gain),
-                "method": outcome["method"],
-                "gflops": outcome["gflops"],
-                "agreement_percent": 100 * float(outcome["agrees"].mean()),
-                "output_kl": float(outcome["kl"].mean()),
-                "gain_pp": 100 * float(gain.mean()),
-                "gain_low_pp": 100 * low,
-                "gain_high_pp": 100 * high,
-            }
-        )
-    return rows
+    return [
+        {
+            "baseline": baseline,
+            "schedule": kind,
+            "chosen_on": chosen if kind == "tuned" else None,
+            "reported_on": reported,
+            "images": len(outcome.agreeing),
+            "method": outcome.method,
+            "gflops": outcome.gflops,
+            "agreement_percent": 100 * float(outcome.agreeing.mean()),
+            "output_kl": float(outcome.output_kl.mean()),
+            **gain_columns(outcome.agreeing, outcomes["baseline"].agreeing, seed),
+        }
+        for kind, outcome in outcomes.items()
+    ]

@@ -1,7 +1,7 @@
 """The decoder of a saliency model, and the agreement of its masks."""
 
 import os
-from typing import Any
+from collections import OrderedDict
 
 from torch import Tensor, nn
 
@@ -12,37 +12,32 @@ THRESHOLD = 0.5  # saliency from which on a pixel belongs to the mask
 STAGES = 3  # each doubles the height and the width
 
 
-class SaliencyDecoder(nn.Module):
-    """Three transposed convolutions, each with batch norm and ReLU, a 1x1 convolution and a sigmoid.
+def saliency_decoder(channels: tuple[int, ...]) -> nn.Sequential:
+    """Return three stages of transposed convolution, batch norm and ReLU, then a 1x1 convolution.
 
     Args:
         channels: Channels of the features, and after each of the transposed convolutions.
 
+    Returns:
+        A module from (B, C, H, W) features to (B, 1, 8 H, 8 W) saliency, by a sigmoid.
+
     Example:
-        >>> decoder = SaliencyDecoder((8, 4, 4, 2)).eval()
+        >>> decoder = saliency_decoder((8, 4, 4, 2)).eval()
         >>> decoder(torch.zeros(1, 8, 4, 6)).shape
         torch.Size([1, 1, 32, 48])
     """
-
-    def __init__(self, channels: tuple[int, ...]) -> None:
-        super().__init__()
-        for stage in range(STAGES):
-            before, after = channels[stage : stage + 2]
-            upconv = nn.ConvTranspose2d(before, after, kernel_size=4, stride=2, padding=1)
-            self.add_module(f"upconv{stage + 1}", upconv)
-            self.add_module(f"bn{stage + 1}", nn.BatchNorm2d(after))
-        self.final_conv = nn.Conv2d(channels[-1], 1, kernel_size=1)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return (B, 1, 8 H, 8 W) saliency between 0 and 1 from (B, C, H, W) features."""
-        x = features
-        for stage in range(1, STAGES + 1):
-            x = getattr(self, f"bn{stage}")(getattr(self, f"upconv{stage}")(x)).relu()
-        saliency: Tensor = self.final_conv(x).sigmoid()
-        return saliency
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    for stage in range(1, STAGES + 1):
+        before, after = channels[stage - 1 : stage + 1]
+        modules[f"upconv{stage}"] = nn.ConvTranspose2d(before, after, 4, stride=2, padding=1)
+        modules[f"bn{stage}"] = nn.BatchNorm2d(after)
+        modules[f"relu{stage}"] = nn.ReLU()
+    modules["final_conv"] = nn.Conv2d(channels[-1], 1, kernel_size=1)
+    modules["sigmoid"] = nn.Sigmoid()
+    return nn.Sequential(modules)
 
 
-def load_decoder(path: str | os.PathLike[str]) -> SaliencyDecoder:
+def load_decoder(path: str | os.PathLike[str]) -> nn.Sequential:
     """Load a decoder from a file of weights, in float32.
 
     Args:
@@ -60,22 +55,18 @@ def load_decoder(path: str | os.PathLike[str]) -> SaliencyDecoder:
             f"{path} is not a saliency decoder: upconv1 to upconv{STAGES} are not all there; pass the "
             "weights of the model's decoder"
         )
-    decoder = SaliencyDecoder((shapes[0][0], *(shape[1] for shape in shapes)))
-    try:
-        result: Any = decoder.load_state_dict(found, strict=False)
-    except RuntimeError as error:
-        raise ValueError(f"{path} is not a saliency decoder: {error}") from None
+    decoder = saliency_decoder((shapes[0][0], *(shape[1] for shape in shapes)))
     # Files of weights leave out the counter of batches, which is for training.
-    missing = [name for name in result.missing_keys if not name.endswith("num_batches_tracked")]
-    if missing or result.unexpected_keys:
-        raise ValueError(
-            f"{path} is not a saliency decoder: missing {missing or 'nothing'}, unexpected "
-            f"{result.unexpected_keys or 'nothing'}"
-        )
+    counters = {n: x for n, x in decoder.state_dict().items() if n.endswith("num_batches_tracked")}
+    try:
+        decoder.load_state_dict(counters | found)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not a saliency decoder: {reason}") from None
     return decoder.eval()
 
 
-def masks(decoder: SaliencyDecoder, features: Tensor, grid: Grid, prefix: int) -> Tensor:
+def masks(decoder: nn.Module, features: Tensor, grid: Grid, prefix: int) -> Tensor:
     """Return (B, 1, 8 H, 8 W) bool masks from (B, prefix + N, C) features, computed in float32."""
     spatial = features[:, prefix:].float().transpose(1, 2)
     maps = spatial.reshape(*spatial.shape[:2], grid.height, grid.width)

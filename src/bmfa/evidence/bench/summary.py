@@ -45,74 +45,58 @@ def native_costs(rows: Sequence[Row]) -> dict[str, Any]:
         expanded tile relative to exact attention on a tile, at the largest size. Empty without the
         backend.
     """
-    found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in _own_rows(rows):
-        by_method = found.setdefault((int(row["n"]), row.get("threads") or 0), {})
-        by_method[str(row["method"])] = row
-    times = {
-        key: {name: float(row["milliseconds"]) for name, row in methods.items()}
-        for key, methods in found.items()
-        if EXACT in methods
-    }
-    if not times:
+    runs: dict[tuple[int, int], dict[str, Row]] = {}  # by tokens and threads, then by method
+    for row in _attention_rows(rows):
+        key = int(row["n"]), row.get("threads") or 0
+        runs.setdefault(key, {})[str(row["method"])] = row
+    runs = {key: run for key, run in runs.items() if EXACT in run}
+    if not runs:
         return {}
-    default = f"tiled-error:{DEFAULT_ERROR:g}"
-    exact = {key: one["dense"] > one[EXACT] for key, one in times.items()}
-    tiles = {key: one[EXACT] > one[default] for key, one in times.items() if default in one}
-    slopes = []
-    for key in (key for key in times if key[0] == max(times)[0]):
-        shares = sorted(
-            (float(row["density_percent"]), times[key][name])
-            for name, row in found[key].items()
+
+    def from_tokens(method: str, other: str) -> int | None:
+        timed = [run for run in runs.values() if method in run]
+        slower = [r for r in timed if r[other]["milliseconds"] <= r[method]["milliseconds"]]
+        last = max((int(run[EXACT]["n"]) for run in slower), default=0)
+        return min((n for run in timed if (n := int(run[EXACT]["n"])) > last), default=None)
+
+    costs = []
+    for run in (run for (n, _), run in runs.items() if n == max(runs)[0]):
+        tiles = sorted(
+            (float(row["density_percent"]), float(row["milliseconds"]))
+            for name, row in run.items()
             if name.startswith("tiled-tiles:")
         )
-        if len(shares) > 1 and shares[-1][0] > shares[0][0]:
-            (low, fast), (high, slow) = shares[0], shares[-1]
-            slopes.append(100 * (slow - fast) / (high - low) / times[key][EXACT])
+        if tiles and tiles[-1][0] > tiles[0][0]:
+            (low, fast), (high, slow) = tiles[0], tiles[-1]
+            costs.append(100 * (slow - fast) / (high - low) / run[EXACT]["milliseconds"])
     return {
-        "exact_from_tokens": _from_tokens(exact),
-        "tiles_from_tokens": _from_tokens(tiles),
-        "expanded_cost": max(slopes, default=None),
+        "exact_from_tokens": from_tokens(EXACT, "dense"),
+        "tiles_from_tokens": from_tokens(f"tiled-error:{DEFAULT_ERROR:g}", EXACT),
+        "expanded_cost": max(costs, default=None),
     }
-
-
-def _from_tokens(faster: Mapping[tuple[int, int], bool]) -> int | None:
-    """Return the smallest number of tokens from which all are True."""
-    slower = max((n for (n, _), value in faster.items() if not value), default=0)
-    return min((n for n, _ in faster if n > slower), default=None)
 
 
 def own_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows on the model's own heads, without those of certificate and audit.
-
-    Of several numbers of threads, those of the largest.
-    """
-    found = _own_rows(rows)
+    """Return the rows on the model's own heads, of several numbers of threads those of the largest."""
+    found = _attention_rows(rows)
     most = max((row.get("threads") or 0 for row in found), default=0)
     return [row for row in found if (row.get("threads") or 0) == most]
 
 
-def _own_rows(rows: Iterable[Row]) -> list[Row]:
-    return [
-        row
-        for row in rows
-        if row.get("what") == "attention" and "keys" not in row and "+" not in str(row["method"])
-    ]
+def _attention_rows(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.get("what") == "attention" and "keys" not in row]
 
 
 def tiled_rows(rows: Iterable[Row], n: int | None = None) -> list[Row]:
     """Return the rows of tiled attention."""
-    return [
-        row
-        for row in rows
-        if str(row["method"]).startswith("tiled-") and (n is None or row["n"] == n)
-    ]
+    tiled = [row for row in rows if str(row["method"]).startswith("tiled-")]
+    return [row for row in tiled if n is None or row["n"] == n]
 
 
 def break_even(rows: Sequence[Row], error: float = ACCEPTED_ERROR) -> int | None:
     """Return the number of tokens from which tiled attention always beats the best dense path."""
     faster: int | None = None
-    for n in sorted({int(row["n"]) for row in rows}, reverse=True):
+    for n in _sizes(rows)[::-1]:
         some = tiled_rows(rows, n)
         if not any(row["error_l2_percent"] <= error and row["speedup"] > 1 for row in some):
             break
@@ -127,12 +111,12 @@ def times_of(rows: Sequence[Row], method: str) -> dict[int, float]:
 
 def times_at_error(rows: Sequence[Row], error: float = FIXED_ERROR) -> dict[int, float]:
     """Return milliseconds for an image at an error, by the numbers of tokens that reach it."""
-    found = {}
-    for n in sorted({int(row["n"]) for row in rows}):
-        time = time_at_error(tiled_rows(rows, n), error)
-        if time is not None:
-            found[n] = time
-    return found
+    times = {n: time_at_error(tiled_rows(rows, n), error) for n in _sizes(rows)}
+    return {n: time for n, time in times.items() if time is not None}
+
+
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    return sorted({int(row["n"]) for row in rows})
 
 
 def time_at_error(rows: Sequence[Row], error: float) -> float | None:
@@ -142,21 +126,17 @@ def time_at_error(rows: Sequence[Row], error: float) -> float | None:
     the fastest setting is better than the error, its time is returned.
     """
     frontier: list[tuple[float, float]] = []  # error falls, time rises
-    for time, off in sorted(
-        (milliseconds_per_image(row), float(row["error_l2_percent"])) for row in rows
-    ):
+    points = [(milliseconds_per_image(row), float(row["error_l2_percent"])) for row in rows]
+    for time, off in sorted(points):
         if not frontier or off < frontier[-1][0]:
             frontier.append((off, time))
     if not frontier or frontier[-1][0] > error:
         return None
-    errors, logarithms = (
-        [off for off, _ in frontier[::-1]],
-        [math.log(t) for _, t in frontier[::-1]],
-    )
-    return math.exp(np.interp(error, errors, logarithms))
+    errors, times = zip(*frontier[::-1], strict=True)
+    return math.exp(np.interp(error, errors, [math.log(time) for time in times]))
 
 
-def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
+def exponent(times: Mapping[int, float], first: int = FIT_FROM) -> float | None:
     """Return the least-squares slope of log time over log tokens; None for fewer than two sizes."""
     points = [(math.log(n), math.log(t)) for n, t in times.items() if n >= first and t > 0]
     if len(points) < 2:
@@ -169,17 +149,15 @@ def milliseconds_per_image(row: Row) -> float:
     return float(row["milliseconds"]) / int(row.get("batch") or 1)
 
 
-def lines(settings: dict[str, Any]) -> list[str]:
+def lines(settings: Mapping[str, Any]) -> list[str]:
     """Return the summary as lines of text."""
     if "break_even_error_percent" not in settings:
         return []
-    n, off = settings.get("break_even_tokens"), settings.get("break_even_error_percent")
-    if n is None:
-        text = [
-            f"break-even: tiled attention is not faster at any size measured (error to {off:g} %)"
-        ]
-    else:
-        text = [f"break-even: faster than the best dense path from {n} tokens (error to {off:g} %)"]
+    n, off = settings.get("break_even_tokens"), settings["break_even_error_percent"]
+    result = "tiled attention is not faster at any size measured"
+    if n is not None:
+        result = f"faster than the best dense path from {n} tokens"
+    text = [f"break-even: {result} (error to {off:g} %)"]
     tiled, dense = settings.get("exponent_tiled"), settings.get("exponent_dense")
     if tiled is not None and dense is not None:
         text.append(

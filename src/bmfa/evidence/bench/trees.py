@@ -4,9 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,39 +87,40 @@ def run(
     return Record("bench", settings, rows, environment(device))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Trees on one batch of scores, compared with a baseline that took `base` milliseconds."""
+def _row(
+    what: str, grid: Grid, count: int, dtype: torch.dtype, method: str, times: tuple[float, float]
+) -> Row:
+    """Return the row of a method on `count` grids, from its milliseconds and those of the baseline."""
+    milliseconds, base = times
+    return {
+        "what": what,
+        "n": grid.size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "method": method,
+        "threads": torch.get_num_threads(),
+        "grids": count,
+        "milliseconds": milliseconds,
+        "microseconds_per_grid": 1e3 * milliseconds / count,
+        "speedup": base / milliseconds,
+    }
 
-    what: str
-    grid: Grid
-    count: int
-    base: float
 
-    def row(self, dtype: str, method: str, milliseconds: float, **columns: Any) -> Row:
-        return {
-            "what": self.what,
-            "n": self.grid.size,
-            "dtype": dtype,
-            "method": method,
-            "threads": torch.get_num_threads(),
-            "grids": self.count,
-            "milliseconds": milliseconds,
-            "microseconds_per_grid": 1e3 * milliseconds / self.count,
-            "speedup": self.base / milliseconds,
-            **columns,
-        }
-
-    def screened(
-        self, scores: Tensor, methods: Sequence[str], repeats: int, seed: int
-    ) -> Iterator[Row]:
-        """Yield the row of every method on (..., N) scores."""
-        for method in methods:
-            work = partial(screen, scores, self.grid, parse(method, seed))
-            milliseconds = timing.median_milliseconds(work, repeats, scores.device)
-            leaves = 100 * float(work().leaf_ratio.mean())
-            dtype = str(scores.dtype).removeprefix("torch.")
-            yield self.row(dtype, method, milliseconds, leaf_percent=leaves)
+def _screened(
+    what: str,
+    scores: Tensor,
+    grid: Grid,
+    methods: Sequence[str],
+    base: float,
+    repeats: int,
+    seed: int,
+) -> Iterator[Row]:
+    """Yield the row of every method on (..., N) scores."""
+    count = scores[..., 0].numel()
+    for method in methods:
+        work = partial(screen, scores, grid, parse(method, seed))
+        times = timing.median_milliseconds(work, repeats, scores.device), base
+        leaves = 100 * float(work().leaf_ratio.mean())
+        yield _row(what, grid, count, scores.dtype, method, times) | {"leaf_percent": leaves}
 
 
 def _against_oracle(
@@ -135,11 +134,12 @@ def _against_oracle(
     for field in some:
         grow_tree(field, 0.005)
     base = 1e3 * (time.perf_counter() - start) * grids / len(some)
-    part = _Part("trees", grid, grids, base)
-    rows = [part.row("float64", "gamma:0.005 (oracle)", base, threads=1)]
+    oracle = _row("trees", grid, grids, torch.float64, "gamma:0.005 (oracle)", (base, base))
+    rows = [oracle | {"threads": 1}]
     for threads in sorted({1, torch.get_num_threads()}):
         with timing.threads(threads):
-            rows += part.screened(scores.to(device), methods, repeats, seed)
+            on_device = scores.to(device)
+            rows += _screened("trees", on_device, grid, methods, base, repeats, seed)
     return rows
 
 
@@ -179,8 +179,7 @@ def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.dev
     for dtype in (torch.float32, torch.float64):
         scores = score_fields(count, grid, seed).to(device, dtype).view(*shape, grid.size)
         base = timing.median_milliseconds(partial(scores.softmax, -1), repeats, device)
-        part = _Part("softmax", grid, count, base)
-        rows.append(part.row(str(dtype).removeprefix("torch."), "softmax", base))
-        for row in part.screened(scores, SCORE_METHODS, repeats, seed):
+        rows.append(_row("softmax", grid, count, dtype, "softmax", (base, base)))
+        for row in _screened("softmax", scores, grid, SCORE_METHODS, base, repeats, seed):
             rows.append({**row, "multiple_of_softmax": row["milliseconds"] / base})
     return rows

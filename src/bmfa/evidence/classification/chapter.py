@@ -2,25 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page import leaf_plots, paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
-from bmfa.evidence.page.leaf_plots import (
-    OUTPUT_MEASURES,
-    Panel,
-    against_leaf_ratio,
-    draw_families,
-    set_measure_axis,
-)
 from bmfa.evidence.page.model_runs import ModelRun, is_reduction, judged_run, model_runs
-from bmfa.evidence.page.record_set import (
-    RecordSet,
-    get_number,
-    get_text,
-    need_number,
-    require_any,
-)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, need_number, require_any
 from bmfa.records import Row
 
 if TYPE_CHECKING:
@@ -53,12 +40,8 @@ def equal_operations(run: ModelRun) -> list[tuple[Row, list[Row]]]:
     found = []
     for tome in run.families.get("tome", []):
         cost = get_number(tome, "gflops") or 0.0
-        rows = [
-            row
-            for row in run.rows
-            if abs((get_number(row, "gflops") or 0.0) - cost) <= SAME_COST * cost
-            and get_number(row, "output_kl") is not None
-        ]
+        rows = [row for row in run.rows if get_number(row, "output_kl") is not None]
+        rows = [r for r in rows if abs((get_number(r, "gflops") or 0.0) - cost) <= SAME_COST * cost]
         if cost and len(rows) >= LEAST_COMPARED:
             found.append((tome, sorted(rows, key=lambda row: need_number(row, "output_kl"))))
     return found
@@ -77,11 +60,11 @@ def top1(records: RecordSet, narrow: bool) -> "Drawing":
     """Top-1 accuracy against leaf ratio, ours and the paper's."""
     runs = require_any(rule_runs(records))
     full = [get_number(run.full, "top1_percent") for run in runs]
-    sources: list[Panel] = [(run.panel_title, run.rows, []) for run in runs]
+    sources: list[leaf_plots.Panel] = [(run.panel_title, run.rows, []) for run in runs]
     sources.append((f"Paper: {paper.MODEL}, ImageNet", paper.imagenet_rows(), []))
     measure = ("top1_percent", "top-1, %; the line is the full model")
     full.append(paper.IMAGENET["full"].top1_percent)
-    return against_leaf_ratio(sources, [measure], narrow, full)
+    return leaf_plots.against_leaf_ratio(sources, [measure], narrow, full)
 
 
 @plots.figure("accuracy", "evaluate")
@@ -92,9 +75,11 @@ def accuracy(records: RecordSet, narrow: bool) -> "Drawing":
     drawing, panels = plots.panels(len(runs), 2, narrow, 330, names)
     for run, axes in zip(runs, panels, strict=True):
         labelled = any(get_number(row, "top1_percent") is not None for row in run.rows)
-        column, y_label = ("top1_percent", "top-1, %") if labelled else OUTPUT_MEASURES[0]
+        column, y_label = (
+            ("top1_percent", "top-1, %") if labelled else leaf_plots.OUTPUT_MEASURES[0]
+        )
         plots.mark_level(axes, get_number(run.full, RATE), get_number(run.full, column))
-        draw_families(axes, run.rows, RATE, column)
+        leaf_plots.draw_families(axes, run.rows, RATE, column)
         plots.set_log_range(axes, "x", [need_number(row, RATE) for row in run.rows], 1.15)
         axes.margins(y=0.08)
         plots.label(axes, run.panel_title, y_label, SPEED_LABEL)
@@ -107,10 +92,10 @@ def reductions(records: RecordSet, narrow: bool) -> "Drawing":
     runs = reduction_runs(records)
     names = list(dict.fromkeys(name for run in runs for name in run.families))
     drawing, panels = plots.panels(2 * len(runs), 2, narrow, 290, names)
-    pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
+    pairs = [(run, measure) for run in runs for measure in leaf_plots.OUTPUT_MEASURES]
     for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
-        set_measure_axis(axes, column, run.rows)
-        draw_families(axes, run.rows, "gflops", column)
+        leaf_plots.set_measure_axis(axes, column, run.rows)
+        leaf_plots.draw_families(axes, run.rows, "gflops", column)
         plots.mark_level(axes, x=get_number(run.full, "gflops"))
         plots.label(axes, run.panel_title, y_label, "GFLOPs per image; the line is the full model")
     return drawing
@@ -148,10 +133,8 @@ def _accuracy(records: RecordSet) -> Measured:
 )
 def _no_speedup(records: RecordSet) -> Measured:
     run = judged_run(rule_runs(records))
-    timed = [row for row in run.rows if get_number(row, "speedup") is not None]
-    best, method = max(
-        require_any((need_number(row, "speedup"), get_text(row, "method")) for row in timed)
-    )
+    timed = require_any(row for row in run.rows if get_number(row, "speedup") is not None)
+    best, method = max((need_number(row, "speedup"), get_text(row, "method")) for row in timed)
     note = f"The fastest rule; {run.heading}. The machine is named at the end of this page."
     verdict = Verdict.AGREES if best < 1 else Verdict.AHEAD
     return f"{format_number(best, 2)} times ({method})", verdict, note, [run.record]
@@ -178,20 +161,19 @@ def _merging(records: RecordSet) -> Measured:
 def _best_merging(records: RecordSet) -> Measured:
     run = judged_run(reduction_runs(records))
     theirs, their_kl, cost = run.values("tome:8", "agreement_percent", "output_kl", "gflops")
+    cheapest = (1 - SAME_COST) * cost
     rows = [
         row
         for row in run.families.get("free-energy", [])
-        if (1 - SAME_COST) * cost <= (get_number(row, "gflops") or 0.0) <= cost
+        if cheapest <= (get_number(row, "gflops") or 0.0) <= cost
     ]
     costliest = max(rows, key=lambda row: need_number(row, "gflops"), default={})
     method = get_text(costliest, "method") or "free-energy:8"
     ours, kl, our_cost = run.values(method, "agreement_percent", "output_kl", "gflops")
-    if max(kl, their_kl) < NEGLIGIBLE_KL:
+    if max(kl, their_kl) < NEGLIGIBLE_KL or (ours >= theirs) != (kl < their_kl):
         verdict = Verdict.LEVEL
-    elif ours >= theirs and kl < their_kl:
-        verdict = Verdict.AHEAD
     else:
-        verdict = Verdict.LEVEL if ours >= theirs or kl < their_kl else Verdict.DIFFERS
+        verdict = Verdict.AHEAD if ours >= theirs else Verdict.DIFFERS
     note = (
         f"{run.heading}: tome:8 has {format_percent(theirs, 2)}, {format_small(their_kl)}; "
         f"{format_number(our_cost)} against {format_number(cost)} GFLOPs."

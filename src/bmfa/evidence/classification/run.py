@@ -4,14 +4,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-import torch
-
 from bmfa.checks import check_integer
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.methods import FULL, is_kind
 from bmfa.evidence.model_methods import Layers, check_methods
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import ImageBatches, Images, image_settings
+from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.evidence.runner.loop import Subject, measure_images
 from bmfa.evidence.runner.parts import count, from_first
 from bmfa.models import LoadedModel
@@ -21,11 +19,6 @@ DEFAULT_METHODS = (
     *(FULL, "quadrant-gap:0.8", "gamma:0.02", "exact-gap:0.5", "optimal:0.002"),
     *("tome:8", "pitome:0.95", "tofu:0.95", "diffrate:8", "crossget:0.95", "dct:0.95", "evit:0.7"),
     *("random-pool:8", "fixed-pool:2", "free-energy:8", "free-energy:12"),
-)
-TIMING = (
-    "images_per_second: one warm batch that is on the device, median of alternating repeats, one "
-    "process, nothing recorded, in a CUDA graph where timed is graph; end to end: the first batches "
-    "read, prepared, moved and classified; speedup: images_per_second over that of full in this run"
 )
 
 
@@ -95,24 +88,22 @@ def run(
     }
     # Before the long work, because this raises if a method does not support the model.
     costs = flops.costs(subject.model, batches.first(), names, layers, seed)
-    with torch.inference_mode():
-        sums, skipped = measure_images(
-            subject,
-            batches,
-            {name: (name, layers) for name in names[1:]},
-            seed=seed,
-            identity={"experiment": "evaluate", **settings},
-            resume=resume,
-            progress=progress,
-        )
-        timed = from_first(lambda: throughput.measure(subject, batches, names, layers, repeats))
+    sums, read = measure_images(
+        subject,
+        batches,
+        {name: (name, layers) for name in names[1:]},
+        {"experiment": "evaluate", **settings},
+        resume=resume,
+        progress=progress,
+    )
+    timed = from_first(lambda: throughput.measure(subject, batches, names, layers, repeats))
     settings |= {
-        **image_settings(batches, skipped),
+        **read,
         "processes": count(),
         "repeats": repeats,
         "workers": batches.workers,
         "gflops": flops.COUNTING,
-        "timing": TIMING,
+        "timing": throughput.TIMING,
     }
     best = _top1(sums[FULL])
     rows = [_row(name, sums[name], best) | costs[name] | timed[name] for name in names]

@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import ImageBatches, Images, image_settings
+from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.evidence.runner.loop import Subject, measure_images
 from bmfa.models import LoadedModel, layer_indices
 from bmfa.models.families import find_vision_transformer
@@ -87,31 +85,26 @@ def run(
         "seed": seed,
         "protocol": PROTOCOL,
     }
-    with torch.inference_mode():
-        sums, skipped = measure_images(
-            Subject(model, device),
-            batches,
-            cases,
-            seed=seed,
-            errors=True,
-            identity={"experiment": "closed-loop", **settings},
-            resume=resume,
-            progress=progress,
-        )
-    rows = []
-    for key, total in sums.items():
-        method, _, name = key.partition(" in ")
-        rows.append(_row(method, name or "none", total))
-    settings |= image_settings(batches, skipped)
-    return Record("closed-loop", settings, rows, environment(device))
+    sums, read = measure_images(
+        Subject(model, device),
+        batches,
+        cases,
+        {"experiment": "closed-loop", **settings},
+        errors=True,
+        resume=resume,
+        progress=progress,
+    )
+    rows = [_row(key, total) for key, total in sums.items()]
+    return Record("closed-loop", settings | read, rows, environment(device))
 
 
-def _row(method: str, layers: str, total: Mapping[str, float]) -> Row:
+def _row(key: str, total: Mapping[str, float]) -> Row:
     """Return the means over images in the units of records; every leaf of the full model is a token."""
+    method, _, layers = key.partition(" in ")
     images, labelled = total["images"], total["labelled"]
     row: Row = {
         "method": method,
-        "layers": layers,
+        "layers": layers or "none",
         "images": images,
         "leaf_percent": 100 * total.get("leaf_ratio", images) / images,
         "agreement_percent": 100 * total["agreeing"] / images,

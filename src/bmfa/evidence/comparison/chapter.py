@@ -11,13 +11,7 @@ from bmfa.evidence.page.claims import Measured, Verdict, claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import of_family
 from bmfa.evidence.page.panels import method_title
-from bmfa.evidence.page.record_set import (
-    RecordSet,
-    get_number,
-    get_text,
-    need_number,
-    require_any,
-)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, need_number, require_any
 from bmfa.records import Record, Row
 
 if TYPE_CHECKING:
@@ -60,8 +54,7 @@ def _grouped(rows: Sequence[Row], key: str) -> Groups:
 
 def _full(records: RecordSet, rows: Sequence[Row]) -> Row:
     """The row of the full model on the images of other rows, or an empty row."""
-    found = records.rows(EXPERIMENT, kind="full", images=rows[0].get("images"))
-    return next(iter(found), {})
+    return next(iter(records.rows(EXPERIMENT, kind="full", images=rows[0].get("images"))), {})
 
 
 # Figures
@@ -133,8 +126,8 @@ def _optimal_ahead(records: RecordSet) -> Measured:
     leads = {}
     for share, rows in rules(records).items():
         best, first = (of_family(rows, name) for name in ("optimal", BASELINE_RULE))
-        leaves, others = (need_number(row, "leaf_percent") for row in (best, first))
-        if abs(leaves - others) <= LEAF_DISTANCE:
+        apart = need_number(best, "leaf_percent") - need_number(first, "leaf_percent")
+        if abs(apart) <= LEAF_DISTANCE:
             leads[share] = need_number(best, "gain_pp")
     shown = ", ".join(
         f"{format_number(lead, 1)} at {format_number(share, 2)} %" for share, lead in leads.items()
@@ -150,10 +143,8 @@ def _optimal_ahead(records: RecordSet) -> Measured:
 )
 def _merging_ahead(records: RecordSet) -> Measured:
     ours = {name: of_family(rows, "free-energy") for name, rows in policies(records).items()}
-    gains = {
-        name: [need_number(row, key) for key in ("gain_pp", "gain_low_pp", "gain_high_pp")]
-        for name, row in ours.items()
-    }
+    keys = ("gain_pp", "gain_low_pp", "gain_high_pp")
+    gains = {name: [need_number(row, key) for key in keys] for name, row in ours.items()}
     verdict = Verdict.LEVEL
     if min(high for _, _, high in gains.values()) < 0:
         verdict = Verdict.DIFFERS
@@ -173,16 +164,18 @@ def _read(records: RecordSet, setting: str) -> list[Record]:
     return [record for record in records.of(EXPERIMENT) if record.settings.get(setting)]
 
 
+def _leaves_values(records: RecordSet) -> dict[str, Any]:
+    groups = rules(records)
+    return {"groups": groups, "full": _full(records, next(iter(groups.values())))}
+
+
 EQUAL_LEAVES = Chapter(
     "equal-leaves",
     "Rules at equal leaves",
     "comparison/leaves.html.j2",
     EXPERIMENT,
     (_optimal_ahead,),
-    lambda records: {
-        "groups": rules(records),
-        "full": _full(records, next(iter(rules(records).values()))),
-    },
+    _leaves_values,
 )
 EQUAL_OPERATIONS = Chapter(
     "equal-operations",

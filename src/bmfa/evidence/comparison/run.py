@@ -5,7 +5,8 @@ images, budgets of policies to the operations of a baseline on one image. Differ
 baseline are of the same images, and their intervals are from the bootstrap over images.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
-from bmfa.evidence.metrics import RESAMPLES, compare, interval, mask_iou
-from bmfa.evidence.model_methods import Layers, applied
-from bmfa.evidence.runner.loop import observed_trees
-from bmfa.models import LoadedModel, unpatch
-from bmfa.models.embedded import EmbeddedViT
+from bmfa.evidence.metrics import RESAMPLES, gain_columns, mask_iou
+from bmfa.evidence.model_methods import Layers, ModelMethod, applied
+from bmfa.evidence.runner.batches import ImageBatches
+from bmfa.evidence.runner.loop import Segmenter, observed_trees
+from bmfa.models import LoadedModel
 from bmfa.models.flops import count_flops
 from bmfa.records import Record, Row, environment
 
@@ -131,24 +132,20 @@ class Comparison:
         seed: int,
         device: str,
     ) -> None:
-        if not isinstance(loaded.model, EmbeddedViT):
-            raise TypeError(
-                f"the model is {type(loaded.model).__name__}; pass load_model('embedded'), which has "
-                "a mask head"
-            )
-        unpatch(loaded.model)
-        self.model: EmbeddedViT = loaded.model.to(device)
-        self.count = check_integer("images", images, low=1)
-        self.layers, self.batch_size, self.seed, self.device = layers, batch_size, seed, device
-        size = loaded.preprocess.size[0]
-        drawn = list(EmbeddedImages(images, seed, size))
-        self.pixels = loaded.preprocess.batch([one.pixels for one in drawn])
-        self.labels = [one.label for one in drawn]
-        self.masks = torch.from_numpy(np.stack([one.mask for one in drawn if one.mask is not None]))
+        self.subject, size = Segmenter(loaded, device), loaded.preprocess.size[0]
+        self.layers, self.seed = layers, seed
+        drawn = list(EmbeddedImages(check_integer("images", images, low=1), seed, size))
+        batches = ImageBatches(drawn, loaded.preprocess, batch_size, workers=0)
+        # Images on the device, their labels and objects, and the outputs of the full model.
+        self.batches: list[tuple[Tensor, Sequence[int | None], Tensor, Tensor]] = []
+        with torch.inference_mode():
+            for batch in batches.read(range(len(batches.sizes))):
+                pixels = self.subject.load(batch)
+                objects = torch.stack([torch.from_numpy(drawn[i].mask) for i in batch.indices])
+                full = self.subject.logits(pixels)
+                self.batches.append((pixels, batch.labels, objects, full))
         others = EmbeddedImages(MATCHING_IMAGES, MATCHING_SEED + seed, size)
         self.matching = loaded.preprocess.batch([one.pixels for one in others]).to(device)
-        with torch.inference_mode():
-            self.logits = torch.cat([self.model(self._pixels(part)) for part in self._parts()])
 
     def rules(self, names: Sequence[str], share: float) -> list[Row]:
         """Measure rules at a share of leaves in percent."""
@@ -159,13 +156,9 @@ class Comparison:
                     f"rule {name!r} at {share} % leaves is unknown; pass rules from "
                     f"{', '.join(RULES)} and leaves from {', '.join(map(str, LEAVES))}"
                 )
-
-            def leaf_percent(value: float, name: str = name) -> float:
-                return self._leaf_percent(f"{name}:{value:.4g}")
-
             first = RULES[name][LEAVES.index(share)]
-            value = match_value(first, share, leaf_percent, LEAF_TOLERANCE)
-            outcomes[f"{name}:{value:.4g}"] = self.measure(f"{name}:{value:.4g}")
+            method = match_method(name, first, share, self._leaf_percent, LEAF_TOLERANCE)
+            outcomes[method] = self.measure(method)
         baseline = next((o for m, o in outcomes.items() if family(m) == BASELINE_RULE), None)
         return [
             self.row(method, outcome, baseline)
@@ -178,26 +171,21 @@ class Comparison:
         target, first = self._gflops(baseline), self.measure(baseline)
         rows = [self.row(baseline, first, first) | {"gflops": target, "baseline": baseline}]
         for name in names:
-
-            def gflops(value: float, name: str = name) -> float:
-                return self._gflops(f"{name}:{value:.4g}")
-
             # Shares of tokens kept that all policies accept.
-            value = match_value(0.9, target, gflops, COST_TOLERANCE * target, limits=(0.5, 1.0))
-            method = f"{name}:{value:.4g}"
+            tolerance = COST_TOLERANCE * target
+            method = match_method(name, 0.9, target, self._gflops, tolerance, (0.5, 1.0))
             cost = {"gflops": self._gflops(method), "baseline": baseline}
             rows.append(self.row(method, self.measure(method), first) | cost)
         return rows
 
+    @torch.inference_mode()
     def measure(self, method: str) -> Outcome:
         """Measure one method on all images."""
         found = []
-        with torch.inference_mode(), applied(*self._method(method), dense=True):
-            for part in self._parts():
-                with observed_trees(self.model) as trees:
-                    logits, masks = self.model.forward_dense(self._pixels(part))
-                columns = compare(self.logits[part], logits, self.labels[part]) | trees.columns()
-                columns["mask_iou"] = mask_iou(masks.cpu() > 0, self.masks[part])
+        with self._applied(method):
+            for pixels, labels, objects, full in self.batches:
+                columns = self.subject.compare(method, pixels, full, labels)
+                columns["mask_iou"] = mask_iou(self.subject.masks, objects)
                 found.append(columns)
         return {
             name: torch.cat([columns[name].double().cpu() for columns in found]).numpy()
@@ -209,7 +197,7 @@ class Comparison:
         row: Row = {
             "method": method,
             "kind": "rule" if is_kind(method, "rule") else "reduction",
-            "images": self.count,
+            "images": len(outcome["agreeing"]),
             "agreement_percent": 100 * float(outcome["agreeing"].mean()),
             "output_kl": float(outcome["output_kl"].mean()),
             "top1_percent": 100 * float(outcome["right"].mean()),
@@ -218,37 +206,39 @@ class Comparison:
         if method == FULL:
             row |= {"kind": FULL, "gflops": self._gflops(FULL)}
         if baseline is not None:
-            gain = outcome["agreeing"] - baseline["agreeing"]
-            low, high = interval(gain, self.seed)
-            row |= {
-                "gain_pp": 100 * float(gain.mean()),
-                "gain_low_pp": 100 * low,
-                "gain_high_pp": 100 * high,
-            }
+            row |= gain_columns(outcome["agreeing"], baseline["agreeing"], self.seed)
         return row
 
+    @torch.inference_mode()
     def _leaf_percent(self, method: str) -> float:
-        with (
-            torch.inference_mode(),
-            applied(*self._method(method)),
-            observed_trees(self.model) as trees,
-        ):
-            self.model(self.matching)
+        model = self.subject.model.model
+        with self._applied(method), observed_trees(model) as trees:
+            model(self.matching)
         return 100 * float(trees.columns()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
-        with torch.inference_mode(), applied(*self._method(method), dense=True):
-            return count_flops(self.model, self._pixels(slice(1))) / 1e9
+        with self._applied(method):
+            return count_flops(self.subject.model.model, self.batches[0][0][:1]) / 1e9
 
-    def _method(self, name: str) -> tuple[EmbeddedViT, str, Layers, int]:
-        return self.model, name, self.layers, self.seed
+    def _applied(self, method: str) -> AbstractContextManager[ModelMethod]:
+        """Apply a method so that the masks are on the full grid."""
+        return applied(self.subject.model.model, method, self.layers, self.seed, dense=True)
 
-    def _parts(self) -> Iterator[slice]:
-        for start in range(0, self.count, self.batch_size):
-            yield slice(start, start + self.batch_size)
 
-    def _pixels(self, part: slice) -> Tensor:
-        return self.pixels[part].to(self.device)
+def match_method(
+    name: str,
+    first: float,
+    target: float,
+    measure: Callable[[str], float],
+    tolerance: float,
+    limits: tuple[float, float] = (0.0, float("inf")),
+) -> str:
+    """Return a method with the value at which a measure of it has a target; see `match_value`."""
+
+    def method(value: float) -> str:
+        return f"{name}:{value:.4g}"
+
+    return method(match_value(first, target, lambda v: measure(method(v)), tolerance, limits))
 
 
 def match_value(
@@ -256,7 +246,6 @@ def match_value(
     target: float,
     measure: Callable[[float], float],
     tolerance: float,
-    *,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> float:
     """Search the value of a method at which a measure has a target.

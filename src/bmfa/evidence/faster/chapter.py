@@ -9,13 +9,7 @@ from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Verdict, claim
 from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.origins import describe_data
-from bmfa.evidence.page.record_set import (
-    MissingValueError,
-    RecordSet,
-    get_number,
-    get_text,
-    need_number,
-)
+from bmfa.evidence.page.record_set import MissingValueError, RecordSet, need_number
 from bmfa.records import Record, Row
 
 MOST_IOU_CHANGE = 0.02  # a mask is called unchanged if its IoU changes by at most this
@@ -23,13 +17,10 @@ MOST_IOU_CHANGE = 0.02  # a mask is called unchanged if its IoU changes by at mo
 
 def values(records: RecordSet) -> dict[str, Any]:
     """Return the settings, the one that the figure shows, and the whole models timed on a CPU."""
-    settings = records.rows("faster", what="setting")
     by_model = {rows[0]["model"]: rows for rows in cpu_models(records)}  # at the largest size
     timed = [record for record in records.of("bench") if cpu_models(RecordSet(record))]
     return {
-        "settings": [
-            {**row, "setting": setting_title(row), "change": _interval(row)} for row in settings
-        ],
+        "settings": records.rows("faster", what="setting"),
         "full": records.by_method("faster", what="setting")[FULL],
         "best": _best(records),
         "title": setting_title,
@@ -38,13 +29,6 @@ def values(records: RecordSet) -> dict[str, Any]:
         "timed": RecordSet(timed),
         "data": describe_data(timed),
     }
-
-
-def _interval(row: Row) -> str | None:
-    numbers = [get_number(row, f"mask_iou_change{suffix}") for suffix in ("", "_low", "_high")]
-    if get_text(row, "method") == FULL or None in numbers:
-        return None
-    return "{} ({} to {})".format(*map(format_number, numbers))
 
 
 def _best(records: RecordSet) -> Row:

@@ -1,7 +1,6 @@
 """Figures of the speed of patched models: times as bars, and masks side by side."""
 
 import base64
-import binascii
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,17 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.evidence.methods import FULL
-from bmfa.evidence.page import plots
+from bmfa.evidence.page import panels, plots
 from bmfa.evidence.page.formats import format_number
-from bmfa.evidence.page.panels import (
-    Panel,
-    Strip,
-    draw_strips,
-    group,
-    overlay,
-    photograph,
-    photograph_panel,
-)
 from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
 from bmfa.records import Row
 
@@ -52,7 +42,7 @@ def cpu_models(records: RecordSet) -> list[list[Row]]:
         if row.get("what") == "model" and not get_text(row, "method").startswith("full-")
     ]
     rows.sort(key=lambda row: (row["method"] != FULL, row["method"]))
-    return group(rows, "model", "img_size")
+    return panels.group(rows, "model", "img_size")
 
 
 @plots.figure("faster-models", "bench")
@@ -61,8 +51,8 @@ def faster_models(records: RecordSet, narrow: bool) -> "Drawing | None":
     models = cpu_models(records)
     if not models:
         return None
-    drawing, panels = plots.panels(len(models), 2, narrow, 175)
-    for axes, rows in zip(panels, models, strict=True):
+    drawing, places = plots.panels(len(models), 2, narrow, 175)
+    for axes, rows in zip(places, models, strict=True):
         measures = [one for one in MODEL_MEASURES if any(one[0] in row for row in rows)]
         _draw_times(axes, rows, [] if narrow else measures, 0.21)
         title = f"{rows[0]['model']}, {rows[0]['img_size']:,} px"
@@ -85,34 +75,30 @@ def _draw_times(
 ) -> None:
     """Draw a bar of the time of every row, with measures beside it at steps of the width."""
     times = [get_number(row, "milliseconds") or 0.0 for row in rows]
-    small: dict[str, Any] = {"fontsize": plots.SMALL, "va": "center"}
+    columns = [(1 - step * place, measure) for place, measure in enumerate(reversed(measures))]
+
+    def write(x: float, y: float, text: str, transform: Any, **options: Any) -> None:
+        axes.text(x, y, text, transform=transform, ha="right", fontsize=plots.SMALL, **options)
+
     for line, (row, time) in enumerate(zip(rows, times, strict=True)):
         full = get_text(row, "method") == FULL
         axes.barh(line, time, 0.6, color=plots.LIGHT["mean" if full else "optimal"])
         label = f"{time:.0f} ms" if time < 1000 else f"{time / 1000:.1f} s"
         label += "" if full else f"  {get_number(row, 'speedup') or 0.0:.1f}×"
-        axes.annotate(label, (time, line), (6, 0), textcoords="offset points", **small)
-        for place, (column, _, decimals) in enumerate(reversed(measures)):
+        place: dict[str, Any] = {
+            "textcoords": "offset points",
+            "fontsize": plots.SMALL,
+            "va": "center",
+        }
+        axes.annotate(label, (time, line), (6, 0), **place)
+        for x, (column, _, decimals) in columns:
             shown = format_number(get_number(row, column), decimals)
-            axes.text(
-                1 - step * place,
-                line,
-                shown,
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                **small,
-            )
-    for place, (_, heading, _) in enumerate(reversed(measures)):
-        axes.text(
-            1 - step * place, 1.0, heading, transform=axes.transAxes, ha="right",
-            fontsize=plots.SMALL, color=plots.LIGHT["muted"],
-        )  # fmt: skip
+            write(x, line, shown, axes.get_yaxis_transform(), va="center")
+    for x, (_, heading, _) in columns:
+        write(x, 1.0, heading, axes.transAxes, color=plots.LIGHT["muted"])
     axes.set_yticks(range(len(rows)), [setting_title(row) for row in rows])
-    axes.set(
-        xticks=[],
-        ylim=(len(rows) - 0.5, -0.5),
-        xlim=(0, max(times) / (0.72 - step * len(measures))),
-    )
+    right = max(times) / (0.72 - step * len(measures))
+    axes.set(xticks=[], ylim=(len(rows) - 0.5, -0.5), xlim=(0, right))
     axes.spines["bottom"].set_visible(False)
     axes.grid(visible=False)
 
@@ -121,12 +107,10 @@ def _draw_times(
 def masks(records: RecordSet, narrow: bool) -> "Drawing":
     """Images with the masks that the full and the patched model predict, and their difference."""
     best = best_setting(records.rows("faster", what="setting"))
-    strips = [Strip(_mask_panels(rows, best)) for rows in group(_examples(records), "title")]
-    return draw_strips(strips, narrow, 3 if narrow else 5)
-
-
-def _examples(records: RecordSet) -> list[Row]:
-    return records.rows("faster", what="image")
+    images = panels.group(records.rows("faster", what="image"), "title")
+    return panels.draw_strips(
+        [panels.Strip(_mask_panels(rows, best)) for rows in images], narrow, 3 if narrow else 5
+    )
 
 
 def best_setting(settings: Sequence[Row], most_iou: float = 0.02) -> str:
@@ -155,7 +139,7 @@ def setting_title(row: Row) -> str:
     return f"patch(error={value})" if name == "error" else "full model"
 
 
-def _mask_panels(rows: Sequence[Row], best: str) -> list[Panel]:
+def _mask_panels(rows: Sequence[Row], best: str) -> list[panels.Panel]:
     """The image, the object, the masks of the full and the patched model, and their difference."""
     by_method = {get_text(row, "method"): row for row in rows}
     full = by_method.get(FULL, rows[0])
@@ -165,11 +149,11 @@ def _mask_panels(rows: Sequence[Row], best: str) -> list[Panel]:
     added, removed = after & ~before, before & ~after
     changed = f"{100 * float((added | removed).mean()):.2f} % of the pixels"
 
-    def panel(title: str, notes: Sequence[str], *shown: tuple[Mask, str]) -> Panel:
-        return Panel(title, partial(_draw_masks, get_text(full, "image"), shown), notes)
+    def panel(title: str, notes: Sequence[str], *shown: tuple[Mask, str]) -> panels.Panel:
+        return panels.Panel(title, partial(_draw_masks, get_text(full, "image"), shown), notes)
 
     return [
-        photograph_panel(full, notes=[get_text(full, "label")]),
+        panels.photograph_panel(full, notes=[get_text(full, "label")]),
         panel("Object", (), (truth, plots.YELLOW)),
         panel("Full model", _numbers(full), (before, plots.YELLOW)),
         panel(setting_title(patched), _numbers(patched), (after, plots.YELLOW)),
@@ -184,11 +168,11 @@ def _numbers(row: Row) -> list[str]:
 
 def _draw_masks(uri: str, masks: Sequence[tuple[Mask, str]], axes: "Axes") -> None:
     """Draw an image, darkened outside of the masks, with the masks in colours over it."""
-    photograph(axes, uri)
+    panels.photograph(axes, uri)
     covered = np.any([mask for mask, _ in masks], axis=0)
-    overlay(axes, np.where(covered, 0.0, 0.72), plots.DARK)
+    panels.overlay(axes, np.where(covered, 0.0, 0.72), plots.DARK)
     for mask, colour in masks:
-        overlay(axes, np.where(mask, 0.85, 0.0), colour)
+        panels.overlay(axes, np.where(mask, 0.85, 0.0), colour)
 
 
 def read_mask(row: Row, column: str) -> Mask:
@@ -196,12 +180,12 @@ def read_mask(row: Row, column: str) -> Mask:
     side = int(get_number(row, "mask_side") or 0)
     try:
         data = base64.b64decode(get_text(row, column), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         data = b""
     if side < 1 or len(data) != -(-side * side // 8):
         raise ValueError(
             f"{get_text(row, 'title') or 'a row'} holds {len(data)} bytes of {column} for {side}x{side} "
             "pixels; pass base64 of one bit for each pixel in raster order"
         )
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8))[: side * side]
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=side * side)
     return bits.reshape(side, side).astype(bool)

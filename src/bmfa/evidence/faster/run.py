@@ -4,11 +4,10 @@ Every image goes through all models in turn, so that other work on the machine s
 """
 
 import base64
-import copy
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.data.classification import EmbeddedImages, LabelledImage
-from bmfa.evidence.bench.measure import mean, percent
+from bmfa.evidence.bench.methods import missed_targets_ignored
 from bmfa.evidence.images.thumbnails import square_uri
 from bmfa.evidence.methods import FULL
-from bmfa.evidence.metrics import agreement, mask_iou, output_kl
-from bmfa.evidence.model_methods import Layers
+from bmfa.evidence.metrics import compare, mask_iou, mean_percent
+from bmfa.evidence.model_methods import Layers, copy_sharing_weights
+from bmfa.evidence.runner.loop import Segmenter
 from bmfa.models import LoadedModel, patch, summary
 from bmfa.models.embedded.model import PATCH_SIZE
 from bmfa.models.screened_layer import screened_layers
@@ -87,27 +87,23 @@ def run(
     check_integer("side", side, low=4)
     check_integer("images", images, low=1)
     check_integer("shown", shown, low=0, high=images)
+    subjects = {FULL: TimedModel(model, device)}
     for error in errors:
-        check_number("error", error, low=0.0)
-    models: dict[str, Any] = {FULL: copy.deepcopy(model.model).to(device)}
-    for error in errors:
-        patched = patch(copy.deepcopy(model.model).to(device), error=error, layers=layers)
-        models[f"error:{error:g}"] = patched
-    size = side * PATCH_SIZE
-    preprocess = model.preprocess.override(img_size=size)
-    drawn = list(EmbeddedImages(images, seed, size))
+        subjects[f"error:{error:g}"] = timed = TimedModel(model, device)
+        patch(timed.model.model, error=check_number("error", error, low=0.0), layers=layers)
+    preprocess = model.preprocess.override(img_size=side * PATCH_SIZE)
+    drawn = list(EmbeddedImages(images, seed, side * PATCH_SIZE))
     # What every model gives on every image.
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
-    with torch.inference_mode(), warnings.catch_warnings():
-        # A missed target warns once; the record has the share of the calls that met it.
-        warnings.filterwarnings("ignore", message="screened_attention measured an output error")
-        for index, image in enumerate(drawn):
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
+    # A missed target warns once; the record has the share of the calls that met it.
+    with torch.inference_mode(), missed_targets_ignored():
+        for image in drawn:
             pixels = preprocess(image.pixels)[None].to(device)
-            for name, one in models.items():
-                for _ in range(WARM_UP if index == 0 else 0):
-                    one.forward_dense(pixels)
-                found[name].append(_measure(one, pixels, image))
-                found[name][-1] |= _compare(found[name][-1], found[FULL][-1])
+            for name, subject in subjects.items():
+                for _ in range(0 if found[name] else WARM_UP):
+                    subject.logits(pixels)
+                full = None if name == FULL else found[FULL][-1]
+                found[name].append(subject.measure(pixels, image, full))
             for results in found.values():
                 del results[-1]["features"]  # the largest of them
     rows = [_setting(name, results, found[FULL], side) for name, results in found.items()]
@@ -127,48 +123,50 @@ def run(
     return Record("faster", settings, rows, environment(device))
 
 
-def _measure(model: Any, pixels: Tensor, image: LabelledImage) -> dict[str, Any]:
-    """Time a forward pass on one image, and return its outputs."""
-    captured: list[Tensor] = []
-    handle = model.norm.register_forward_hook(lambda *call: captured.append(call[2]))
-    try:
+class TimedModel(Segmenter):
+    """A copy of the model that shares its weights; `features` are those of the last call."""
+
+    def __init__(self, model: LoadedModel, device: str) -> None:
+        super().__init__(replace(model, model=copy_sharing_weights(model.model)), device)
+        self.features = torch.empty(0)
+        norm: Any = self.model.model.norm
+        norm.register_forward_hook(self._keep_features)
+
+    def _keep_features(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.features = output
+
+    def measure(
+        self, pixels: Tensor, image: LabelledImage, full: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Time a call on one image, and compare its outputs with those of the full model."""
         synchronize(pixels.device)
         start = time.perf_counter()
-        logits, mask_logits = model.forward_dense(pixels)
+        logits = self.logits(pixels)
         synchronize(pixels.device)
-        milliseconds = 1000 * (time.perf_counter() - start)
-    finally:
-        handle.remove()
-    mask, truth = mask_logits.cpu() > 0, torch.from_numpy(image.mask)[None]
-    return {
-        "milliseconds": milliseconds,
-        "logits": logits.cpu(),
-        "mask": mask,
-        "features": captured[0].double().cpu(),
-        "mask_iou": float(mask_iou(mask, truth)),
-        "right": int(logits.argmax()) == image.label,
-        "layers": _patched_layers(model),
-    }
+        found: dict[str, Any] = {
+            "milliseconds": 1000 * (time.perf_counter() - start),
+            "logits": logits.cpu(),
+            "mask": self.masks,
+            "features": self.features.double().cpu(),
+        }
+        full = full or found
+        columns = compare(full["logits"], found["logits"], [image.label])
+        columns["mask_iou"] = mask_iou(self.masks, torch.from_numpy(image.mask)[None])
+        columns["full_mask_iou"] = mask_iou(self.masks, full["mask"])
+        distance = (found["features"] - full["features"]).norm() / full["features"].norm()
+        return found | {
+            **{name: values.item() for name, values in columns.items()},
+            "speedup": full["milliseconds"] / found["milliseconds"],
+            "feature_error": float(distance),
+            "layers": self.patched_layers(),
+        }
 
-
-def _patched_layers(model: nn.Module) -> list[LayerSummary]:
-    """Return what the patched layers report of the last pass; nothing if the model is not patched."""
-    if not screened_layers(model):
-        return []
-    rows = summary(model).rows
-    return [row for row in rows if isinstance(row, LayerSummary) and row.settings is not None]
-
-
-def _compare(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
-    """Compare the outputs on one image with those of the full model."""
-    distance = (one["features"] - full["features"]).norm() / full["features"].norm()
-    return {
-        "speedup": full["milliseconds"] / one["milliseconds"],
-        "full_mask_iou": float(mask_iou(one["mask"], full["mask"])),
-        "agrees": bool(agreement(one["logits"], full["logits"])),
-        "output_kl": float(output_kl(full["logits"], one["logits"])),
-        "feature_error": float(distance),
-    }
+    def patched_layers(self) -> list[LayerSummary]:
+        """Return what the patched layers report of the last call; nothing without a patch."""
+        if not screened_layers(self.model.model):
+            return []
+        rows = summary(self.model.model).rows
+        return [row for row in rows if isinstance(row, LayerSummary) and row.settings is not None]
 
 
 def _setting(
@@ -195,20 +193,19 @@ def _setting(
         "mask_iou_change_high": float(change.mean()) + spread,
         "full_mask_iou": statistics.fmean(values("full_mask_iou")),
         "top1_percent": 100 * statistics.fmean(values("right")),
-        "agreement_percent": 100 * statistics.fmean(values("agrees")),
+        "agreement_percent": 100 * statistics.fmean(values("agreeing")),
         "output_kl": statistics.fmean(values("output_kl")),
     }
     if name == FULL:
         return row
     layers = [layer for result in results for layer in result["layers"]]
     errors = [layer.error for layer in layers if layer.error is not None]
-    last = [layer.form == "dense" for layer in results[-1]["layers"]]
     return row | {
-        "error_percent": percent(mean(error.estimate for error in errors)),
-        "target_met_percent": percent(mean(bool(error.met) for error in errors)),
+        "error_percent": mean_percent(error.estimate for error in errors),
+        "target_met_percent": mean_percent(bool(error.met) for error in errors),
         "feature_error_percent": 100 * statistics.fmean(values("feature_error")),
-        "density_percent": percent(mean(layer.density for layer in layers)),
-        "dense_layers": sum(last),
+        "density_percent": mean_percent(layer.density for layer in layers),
+        "dense_layers": sum(layer.form == "dense" for layer in results[-1]["layers"]),
     }
 
 
@@ -224,10 +221,9 @@ def _example(name: str, result: dict[str, Any], image: LabelledImage) -> Row:
         "mask_side": MASK_SIDE,
         "mask": pack_mask(result["mask"][0].numpy()),
     }
-    if name == FULL:
-        side = len(image.pixels)
-        assert image.mask is not None
-        row["image"] = square_uri(image.pixels, (0, 0, side, side), IMAGE_BYTES, side=2 * MASK_SIDE)
+    if name == FULL and image.mask is not None:
+        box = (0, 0, *image.pixels.shape[1::-1])
+        row["image"] = square_uri(image.pixels, box, IMAGE_BYTES, side=2 * MASK_SIDE)
         row["true_mask"] = pack_mask(image.mask)
     return row
 

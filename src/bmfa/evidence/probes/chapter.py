@@ -1,5 +1,6 @@
 """The chapter on the instance probes: its figures, and the claims of the paper on them."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bmfa.evidence.methods import family
@@ -7,7 +8,7 @@ from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import ClaimTest, Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
-from bmfa.evidence.page.origins import caption
+from bmfa.evidence.page.origins import caption, describe_size
 from bmfa.evidence.page.record_set import (
     ByMethod,
     RecordSet,
@@ -29,20 +30,20 @@ def values(records: RecordSet) -> dict[str, Any]:
     probes: list[dict[str, Any]] = []
     for record in records.of("probe"):
         dataset, mode = (str(record.settings.get(name, "")) for name in ("dataset", "mode"))
+        title = paper.dataset_title(dataset)
         everything = [row for row in record.rows if row.get("group") == "all"]
         groups = [row for row in record.rows if row.get("group") != "all"]
-        instances = max((get_number(row, "instances") or 0 for row in everything), default=0)
         names = unique(groups, "group")
         probes.append(
             {
                 "dataset": dataset,
                 "mode": mode,
-                "title": paper.dataset_title(dataset),
-                "heading": f"{paper.dataset_title(dataset)}, {instances:,.0f} instances",
-                "caption": caption(f"{paper.dataset_title(dataset)}, {mode}", record),
+                "title": title,
+                "heading": f"{title}, {describe_size(record)}",
+                "caption": caption(f"{title}, {mode}", record),
                 "printed": paper.PROBES.get((dataset, mode), {}),
                 "all": ByMethod((get_text(row, "method"), row) for row in everything),
-                "groups": sorted(groups, key=lambda row: names.index(get_text(row, "group"))),
+                "groups": sorted(groups, key=lambda row: names.index(row["group"])),
             }
         )
     order = paper.sort_datasets([probe["dataset"] for probe in probes])
@@ -110,34 +111,34 @@ def distribution(records: RecordSet, narrow: bool) -> "Drawing":
 # Claims
 
 
-COCO = paper.PROBES["coco", "image-edge"]
+PRINTED = paper.PROBES["coco", "image-edge"]
 BMFA, VARIANCE = paper.ALGORITHM_1, "mean-variance"
-ORDER = sorted(COCO, key=lambda method: COCO[method].mean_gap)
+ORDER = sorted(PRINTED, key=lambda method: PRINTED[method].mean_gap)
+COCO = {"dataset": "coco", "mode": "image-edge"}
+COCO_MASKS = {"dataset": "coco", "mode": "mask-only"}
+EMBEDDED = {"dataset": "embedded", "mode": "image-edge"}
 
 
 def _values(
-    records: RecordSet, dataset: str, method: str, *columns: str, mode: str = "image-edge"
+    records: RecordSet, source: Mapping[str, str], method: str, *columns: str
 ) -> list[float]:
     return [
-        records.value("probe", column, dataset=dataset, mode=mode, method=method, group="all")
-        for column in columns
+        records.value("probe", column, **source, method=method, group="all") for column in columns
     ]
 
 
 def _mean_gap(dataset: str, printed: str) -> ClaimTest:
     """The claim on the mean gap of one data set of the paper."""
-
-    @claim(
-        f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean",
-        printed,
-        "probe",
-        dataset=dataset,
-        mode="image-edge",
+    source = {"dataset": dataset, "mode": "image-edge"}
+    text = (
+        f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean"
     )
+
+    @claim(text, printed, "probe", **source)
     def measure(records: RecordSet) -> Measured:
-        (mean,) = _values(records, dataset, "block-mean", "mean_gap")
-        gap, leaf = _values(records, dataset, BMFA, "mean_gap", "leaf_percent")
-        (instances,) = _values(records, dataset, BMFA, "instances")
+        (mean,) = _values(records, source, "block-mean", "mean_gap")
+        columns = ("mean_gap", "leaf_percent", "instances")
+        gap, leaf, instances = _values(records, source, BMFA, *columns)
         note = (
             f"{instances:,.0f} of {paper.INSTANCES[dataset]:,} instances. The scores come from our fit "
             "to the paper's table, so agreement with it is not independent evidence."
@@ -152,11 +153,10 @@ def _mean_gap(dataset: str, printed: str) -> ClaimTest:
     "The methods have the same order on other data: by mean gap, on the embedded images",
     "the order of its table",
     "probe",
-    dataset="embedded",
-    mode="image-edge",
+    **EMBEDDED,
 )
 def _same_order(records: RecordSet) -> Measured:
-    gaps = {method: _values(records, "embedded", method, "mean_gap")[0] for method in ORDER}
+    gaps = {method: _values(records, EMBEDDED, method, "mean_gap")[0] for method in ORDER}
     same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
     change = f"{format_number(gaps['block-mean'])} to {format_number(gaps[BMFA])}"
     note = f"{change}, on images that this library generates."
@@ -167,12 +167,11 @@ def _same_order(records: RecordSet) -> Measured:
     "The P95 gap of Algorithm 1 is larger than that of a variance correction, on COCO",
     "2.434 against 1.162",
     "probe",
-    dataset="coco",
-    mode="image-edge",
+    **COCO,
 )
 def _p95_gap(records: RecordSet) -> Measured:
-    ours, unsplit = _values(records, "coco", BMFA, "p95_gap", "unsplit_percent")
-    (correction,) = _values(records, "coco", VARIANCE, "p95_gap")
+    ours, unsplit = _values(records, COCO, BMFA, "p95_gap", "unsplit_percent")
+    (correction,) = _values(records, COCO, VARIANCE, "p95_gap")
     note = f"Algorithm 1 does not split the root of {format_percent(unsplit, 1)} of the instances."
     shown = f"{format_number(ours)} against {format_number(correction)}"
     return shown, judge_direction(ours > correction), note
@@ -182,13 +181,12 @@ def _p95_gap(records: RecordSet) -> Measured:
     "Without image edges Algorithm 1 still leads in the mean gap, but not in the P95 gap",
     "0.534, 1.830 against 0.600, 0.835",
     "probe",
-    dataset="coco",
-    mode="mask-only",
+    **COCO_MASKS,
 )
 def _mask_only(records: RecordSet) -> Measured:
     columns = ("mean_gap", "p95_gap", "instances")
-    mean, p95, instances = _values(records, "coco", BMFA, *columns, mode="mask-only")
-    other_mean, other_p95, _ = _values(records, "coco", VARIANCE, *columns, mode="mask-only")
+    mean, p95, instances = _values(records, COCO_MASKS, BMFA, *columns)
+    other_mean, other_p95, _ = _values(records, COCO_MASKS, VARIANCE, *columns)
     note = f"On {instances:,.0f} of {paper.INSTANCES['coco']:,} instances, scores from our fit."
     shown = f"{format_numbers(mean, p95)} against {format_numbers(other_mean, other_p95)}"
     return shown, judge_direction(mean < other_mean and p95 > other_p95), note
@@ -198,15 +196,16 @@ def _mask_only(records: RecordSet) -> Measured:
     "The smallest P95 gap of a summary without annotations, on COCO",
     "1.162 (mean-variance)",
     "probe",
-    dataset="coco",
-    mode="image-edge",
+    **COCO,
 )
 def _smallest_p95_gap(records: RecordSet) -> Measured:
-    rows = records.by_method("probe", dataset="coco", mode="image-edge", group="all")
+    rows = records.by_method("probe", **COCO, group="all")
     method = require_any(name for name in rows if name.startswith("optimal:"))[0]
-    p95, leaf = _values(records, "coco", method, "p95_gap", "leaf_percent")
-    (correction,) = _values(records, "coco", VARIANCE, "p95_gap")
-    (leaves,) = _values(records, "coco", BMFA, "leaf_percent")
+    p95, leaf = _values(records, COCO, method, "p95_gap", "leaf_percent")
+    (correction,), (leaves,) = (
+        _values(records, COCO, name, column)
+        for name, column in ((VARIANCE, "p95_gap"), (BMFA, "leaf_percent"))
+    )
     note = (
         f"{VARIANCE} has {format_number(correction)} there, with one leaf. {method} reads exact "
         f"scores; Algorithm 1 has {format_percent(leaves)} leaves."

@@ -21,15 +21,7 @@ from bmfa.data.coco import FILE_FAULTS, MISSING_IMAGE
 from bmfa.data.instances import SIZES, InstanceSource
 from bmfa.data.probes import PART_INSTANCES, Mode, probe_parts
 from bmfa.evidence.methods import DEFAULT_METHODS
-from bmfa.evidence.probes.measure import (
-    PROTOCOL,
-    TAU,
-    check_any_instances,
-    check_mode,
-    describe_source,
-    gap_row,
-    time_on_one_thread,
-)
+from bmfa.evidence.probes import measure
 from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.parts import Part, compute_parts
 from bmfa.evidence.score_methods import check_method, estimate_all
@@ -109,31 +101,29 @@ def run(
     for part in compute_parts(
         list(map(len, parts)), compute, resume=resume, identity=identity, progress=progress
     ):
-        faults: Counter[str] = Counter(part["faults"])
-        left_out: Counter[str] = Counter(part["left_out"])
-        tally.merge(Tally(strict, faults, left_out, part["names"]))
+        faults, left_out = part["faults"], part["left_out"]
+        tally.merge(Tally(strict, Counter(faults), Counter(left_out), part["names"]))
         scores.append(_unpack_scores(part["scores"], grid))
         sizes += part["sizes"]
         frequencies += part["frequencies"]
         if limit is not None and len(sizes) >= limit:
             break
     instances = torch.cat(scores)[:limit] if scores else torch.empty(0)
-    check_any_instances(len(instances), tally)
+    measure.check_any_instances(len(instances), tally)
     groups = list(_groups(sizes[:limit], frequencies[:limit]))
 
-    def measure() -> list[Row]:
-        estimates = estimate_all(names, instances, grid, tau=TAU, seed=seed)
-        found = zip(names, estimates, strict=True)
+    def compute_rows() -> list[Row]:
+        estimates = estimate_all(names, instances, grid, tau=measure.TAU, seed=seed)
         return [
             {"dataset": dataset, "mode": mode, "method": name, "group": group}
-            | gap_row(name, estimate, grid, members)
-            for name, estimate in found
+            | measure.gap_row(name, estimate, grid, members)
+            for name, estimate in zip(names, estimates, strict=True)
             for group, members in groups
         ]
 
     # Builds the tables of the grid, which are not part of the time of an instance.
     estimate_all(names, torch.zeros(1, grid.size, dtype=torch.float64), grid)
-    rows, seconds = time_on_one_thread(measure)
+    rows, seconds = measure.time_on_one_thread(compute_rows)
     for row in rows:
         if row["group"] != "all":
             del row["gap_quantiles"]
@@ -142,13 +132,13 @@ def run(
         "mode": mode,
         "methods": list(names),
         **asdict(settings),
-        "tau": TAU,
+        "tau": measure.TAU,
         "workers": workers,
         "limit": limit,
         "strict": strict,
         "seed": seed,
-        "protocol": PROTOCOL,
-        **describe_source(source, tally),
+        "protocol": measure.PROTOCOL,
+        **measure.describe_source(source, tally),
         "instances": len(instances),
         "timing": TIMING,
         "microseconds_per_instance": 1e6 * seconds / len(instances),
@@ -203,7 +193,7 @@ def check_probe(
     """Return every method once; raise ValueError for arguments that are not valid."""
     if dataset not in DATASETS:
         raise ValueError(f"dataset is {dataset!r}; pass one of {', '.join(DATASETS)}")
-    check_mode(mode)
+    measure.check_mode(mode)
     if not methods:
         raise ValueError("methods is empty; pass at least one name, such as gamma:0.005")
     if settings.grid < 2:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +17,8 @@ from bmfa.evidence.runner.parts import cores_per_process
 from bmfa.models import Preprocessing
 
 MAX_WORKERS = 16
-
-
-class ImageSource(Protocol):
-    """Images by index: those of a folder, or the embedded ones."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> LabelledImage:
-        """Return one image; raise ImageError if it cannot be read."""
-        ...
-
-    def names(self) -> list[tuple[str, int | None]]:
-        """Return all names, with the labels that are known without reading."""
-        ...
-
-
-Images = Iterable[LabelledImage] | ImageSource
+# Images in memory, or a source that reads them by index.
+Images = Iterable[LabelledImage]
 
 
 class Batch(NamedTuple):
@@ -100,7 +85,11 @@ class ImageBatches(Dataset[Any]):
     def read(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """Yield the batches of these numbers; raise if the images vanish, or for any error if strict."""
         with closing(iterate(self.loader(numbers))) as batches:
-            yield from map(self._checked, batches)
+            for batch in batches:
+                for error in batch.errors:
+                    if isinstance(error, ImagesLostError) or getattr(self.images, "strict", False):
+                        raise error
+                yield batch
 
     def first(self) -> Tensor:
         """Return the first image that can be read, (1, 3, H, W), without starting workers.
@@ -109,18 +98,12 @@ class ImageBatches(Dataset[Any]):
             ValueError: If no image can be read.
         """
         skipped = []
-        for index in range(len(self.images)):
-            batch = self._checked(_collate([self[index]]))
+        alone = ImageBatches(self.images, self.preprocess, 1, workers=0)
+        for batch in alone.read(range(len(self.images))):
             if batch.indices:
                 return batch.pixels
             skipped.append(str(batch.errors[0]))
         raise no_images_error(skipped)
-
-    def _checked(self, batch: Batch) -> Batch:
-        for error in batch.errors:
-            if isinstance(error, ImagesLostError) or getattr(self.images, "strict", False):
-                raise error
-        return batch
 
     def identity(self) -> dict[str, Any]:
         """Return the number of images and a digest of their names, or of their pixels, and labels."""
@@ -131,8 +114,7 @@ class ImageBatches(Dataset[Any]):
             for image in self.images:
                 total.update(repr((image.name, image.label, image.pixels.shape)).encode())
                 total.update(image.pixels.tobytes())
-        names = total.hexdigest()[:16]
-        return {"number of images": len(self.images), "names of images": names}
+        return {"number of images": len(self.images), "names of images": total.hexdigest()[:16]}
 
 
 def _collate(items: Sequence[tuple[int, Tensor | Exception, int | None]]) -> Batch:

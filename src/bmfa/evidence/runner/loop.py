@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from bmfa.evidence.methods import FULL
 from bmfa.evidence.metrics import compare
 from bmfa.evidence.model_methods import Layers, applied, parse
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import Batch, ImageBatches, no_images_error
+from bmfa.evidence.runner.batches import Batch, ImageBatches, image_settings, no_images_error
 from bmfa.evidence.runner.parts import Part, add, compute_parts, weights_digest
 from bmfa.models import LoadedModel, Recording, unpatch
+from bmfa.models.embedded import EmbeddedViT
 from bmfa.models.screened_layer import LayerInputs, observe
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 Columns = dict[str, Tensor]  # (B,) each
 Case = tuple[str, Layers]  # a method, and the layers that it screens if it is a rule
@@ -38,7 +39,9 @@ class Subject:
         amp: bool = False,
         dtype: str | None = None,
     ) -> None:
-        self.device, self.amp, self.dtype = torch.device(device), amp, _parse_dtype(dtype, amp)
+        if amp and dtype not in (None, "float32"):
+            raise ValueError(f"amp and dtype {dtype} are given; pass one of them")
+        self.device, self.amp, self.dtype = torch.device(device), amp, parse_dtype(dtype)
         _check_bfloat16(self.device, amp or dtype == "bfloat16")
         unpatch(model.model)
         if self.dtype is not None:
@@ -57,53 +60,95 @@ class Subject:
         with torch.autocast(self.device.type, dtype=half, enabled=self.amp):
             return self.model.logits(pixels)
 
-    def measure(self, batch: Batch, cases: Mapping[str, Case], seed: int, errors: bool) -> Part:
+    def finite_logits(self, pixels: Tensor, name: str) -> Tensor:
+        """Return the outputs in float32; raise ValueError if they are not finite."""
+        logits = self.logits(pixels).float()
+        if not bool(torch.isfinite(logits).all()):
+            raise ValueError(
+                f"{name} gives outputs that are not finite; try --dtype bfloat16, or float32"
+            )
+        return logits
+
+    def compare(
+        self, name: str, pixels: Tensor, full: Tensor, labels: Sequence[Any], errors: bool = False
+    ) -> Columns:
+        """Compare the model as it is patched now with the full model, image by image.
+
+        Args:
+            name: What the model is patched with, for messages.
+            pixels: (B, 3, H, W) images.
+            full: (B, classes) outputs of the full model.
+            labels: (B,) classes, None where unknown.
+            errors: True to measure the error E of trees too.
+
+        Returns:
+            The columns of `bmfa.evidence.metrics.compare`, and of a screened model those of its trees.
+        """
+        with observed_trees(self.model.model, errors) as trees:
+            logits = self.finite_logits(pixels, name)
+        return compare(full, logits, labels) | trees.columns()
+
+    def sums(self, batch: Batch, cases: Mapping[str, Case], seed: int, errors: bool) -> Part:
         """Return the sums of every case over a batch; random rules draw for each image alone."""
         pixels, labels = self.load(batch), batch.labels
-        full = _check_finite(self.logits(pixels).float(), self.model.name)
+        full = self.finite_logits(pixels, self.model.name)
         _check_labels(labels, full.shape[-1])
-        sums = {FULL: _sum(compare(full, full, labels), labels)}
+        found = {FULL: _sum(compare(full, full, labels), labels)}
         for key, (name, layers) in cases.items():
             alone = parse(name).random
             parts = []
             for start in range(0, len(labels), 1 if alone else len(labels)):
                 some = slice(start, start + 1 if alone else None)
-                with (
-                    applied(self.model.model, name, layers, seed + batch.indices[start] * alone),
-                    observed_trees(self.model.model, errors) as trees,
-                ):
-                    logits = _check_finite(self.logits(pixels[some]).float(), name)
-                found = compare(full[some], logits, labels[some]) | trees.columns()
-                parts.append(_sum(found, labels[some]))
-            sums[key] = add(parts)
-        return sums
+                own_seed = seed + batch.indices[start] * alone
+                with applied(self.model.model, name, layers, own_seed):
+                    columns = self.compare(name, pixels[some], full[some], labels[some], errors)
+                parts.append(_sum(columns, labels[some]))
+            found[key] = add(parts)
+        return found
 
 
+class Segmenter(Subject):
+    """The embedded model with its mask head; `masks` are (B, H, W) bool of the last call."""
+
+    def __init__(self, model: LoadedModel, device: str = "cpu") -> None:
+        if not isinstance(model.model, EmbeddedViT):
+            raise TypeError(
+                f"the model is {type(model.model).__name__}; pass load_model('embedded'), which has "
+                "a mask head"
+            )
+        super().__init__(model, device)
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        """Return the (B, classes) outputs, and keep the masks."""
+        logits, masks = cast(EmbeddedViT, self.model.model).forward_dense(pixels)
+        self.masks = masks.cpu() > 0
+        return logits
+
+
+@torch.inference_mode()
 def measure_images(
     subject: Subject,
     batches: ImageBatches,
     cases: Mapping[str, Case],
+    settings: Mapping[str, Any],
     *,
-    seed: int = 0,
     errors: bool = False,
-    identity: Mapping[str, Any],
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> tuple[dict[str, dict[str, float]], list[str]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Measure every case on all images, in all processes of a run.
 
     Args:
         subject: The model.
         batches: The images.
         cases: The cases by key.
-        seed: Seed of random methods.
+        settings: The settings that partial results depend on, `seed` among them.
         errors: True to measure the error E of trees too.
-        identity: The settings that partial results depend on.
         resume: File of partial results.
         progress: Called with the images done and their number.
 
     Returns:
-        The sums over images by key, `full` first, and why images could not be read.
+        The sums over images by key, `full` first, and what a record says of its images.
 
     Raises:
         ValueError: If no image could be read, a label is not a class of the model, or an output is
@@ -112,20 +157,20 @@ def measure_images(
 
     def compute(numbers: Sequence[int]) -> Iterator[Part]:
         for batch in batches.read(numbers):
-            sums = subject.measure(batch, cases, seed, errors) if batch.indices else {}
-            yield {"skipped": list(map(str, batch.errors)), "sums": sums}
+            some = batch.indices and subject.sums(batch, cases, settings["seed"], errors)
+            yield {"skipped": list(map(str, batch.errors)), "sums": some or {}}
 
-    def run_identity() -> dict[str, Any]:
+    def identity() -> dict[str, Any]:
         weights = {"weights": weights_digest(subject.model.model), "device": subject.device.type}
-        return {**identity, **weights, **batches.identity()}
+        return {**settings, **weights, **batches.identity()}
 
     parts = compute_parts(
-        batches.sizes, compute, resume=resume, identity=run_identity, progress=progress
+        batches.sizes, compute, resume=resume, identity=identity, progress=progress
     )
     total = add([{"skipped": [], "sums": {}}, *parts])
     if not total["sums"]:
         raise no_images_error(total["skipped"])
-    return total["sums"], total["skipped"]
+    return total["sums"], image_settings(batches, total["skipped"])
 
 
 @dataclass(eq=False)
@@ -146,20 +191,25 @@ def observed_trees(model: nn.Module, errors: bool = False) -> Iterator[ScreenedT
     """Observe the trees of the layers that run inside the block, their errors E only if asked to."""
     trees = ScreenedTrees()
 
+    def each_image(values: Tensor) -> Tensor:  # means of (B, heads, queries)
+        return values.double().flatten(1).mean(1)
+
     def keep(inputs: LayerInputs, screened: Screened) -> None:
-        trees.leaf_ratios.append(_each_image(screened.tree.leaf_ratio))
+        trees.leaf_ratios.append(each_image(screened.tree.leaf_ratio))
         if errors:
             recording = Recording()
             recording(inputs, screened)
-            trees.errors.append(_each_image(recording[inputs.layer].errors[0]))
+            trees.errors.append(each_image(recording[inputs.layer].errors[0]))
 
     with observe(model, keep):
         yield trees
 
 
-def _each_image(values: Tensor) -> Tensor:
-    """Return the means of (B, heads, queries) over heads and queries."""
-    return values.double().flatten(1).mean(1)
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name; raise ValueError if it is not in `DTYPES`."""
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; pass one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
 
 
 def _sum(columns: Columns, labels: Sequence[int | None]) -> dict[str, float]:
@@ -177,14 +227,6 @@ def _check_labels(labels: Sequence[int | None], classes: int) -> None:
         )
 
 
-def _check_finite(logits: Tensor, name: str) -> Tensor:
-    if not bool(torch.isfinite(logits).all()):
-        raise ValueError(
-            f"{name} gives outputs that are not finite; try --dtype bfloat16, or float32"
-        )
-    return logits
-
-
 def _check_bfloat16(device: torch.device, bfloat16: bool) -> None:
     """Raise if oneDNN would kill the process: it uses an AMX that is advertised but not granted."""
     unsafe = bfloat16 and device.type == "cpu" and "ONEDNN_MAX_CPU_ISA" not in os.environ
@@ -193,13 +235,3 @@ def _check_bfloat16(device: torch.device, bfloat16: bool) -> None:
             "bfloat16 products are unsafe here: AMX is advertised but refused; "
             "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
         )
-
-
-def _parse_dtype(name: str | None, amp: bool) -> torch.dtype | None:
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; pass one of {', '.join(DTYPES)}")
-    if amp and name != "float32":
-        raise ValueError(f"amp and dtype {name} are given; pass one of them")
-    return DTYPES[name]

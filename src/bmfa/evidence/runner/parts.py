@@ -92,12 +92,10 @@ def compute_parts(
                     yield done[reached]
                     reached += 1
     except ImagesLostError as error:
-        batches = "1 batch is" if len(done) == 1 else f"{len(done)} batches are"
-        state = (
-            "nothing of this run is saved (--resume FILE would keep partial results)"
-            if file is None
-            else f"{batches} saved in {resume}, and --resume {resume} continues from there"
-        )
+        state = "nothing of this run is saved (--resume FILE would keep partial results)"
+        if file is not None:
+            batches = "1 batch is" if len(done) == 1 else f"{len(done)} batches are"
+            state = f"{batches} saved in {resume}, and --resume {resume} continues from there"
         raise ImagesLostError(f"{error}; {state}") from None
 
 
@@ -268,11 +266,9 @@ def joined(device: str = "cpu") -> Iterator[None]:
     if not launched() or _is_joined():
         yield
         return
-    cuda = device.startswith("cuda")
-    if cuda:
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    nccl = cuda and distributed.is_nccl_available()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=TIMEOUT)
+    distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
         yield
     finally:
