@@ -193,6 +193,7 @@ def test_a_batch_is_each_of_its_rows(monkeypatch):
             mask = None if valid is None else valid.expand(*lead, 35)[index]
             alone = screen(row, Grid(7, 5), rule, valid=mask, max_depth=limit)
             assert same(tree[index], alone), (rule, seed, index)
+            assert tree.leaf_ratio[index] == alone.leaf_ratio
             assert mask is None or torch.equal(alone.leaf_index >= 0, mask)
 
 
