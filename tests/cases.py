@@ -8,25 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmfa import rules
 from bmfa.grid import Grid
+from bmfa.trees.build import screen
 from bmfa.trees.tree import Tree
-
-GRIDS = (
-    (1, 1),
-    (1, 7),
-    (2, 2),
-    (3, 5),
-    (4, 4),
-    (7, 3),
-    (8, 8),
-    (14, 14),
-    (5, 13),
-    (16, 16),
-    (12, 9),
-)
 
 # Heights and widths of grids and of their layouts.
 SIZES = [
@@ -43,6 +31,19 @@ SIZES = [
     (33, 64),
 ]
 LARGE = [(37, 37), (256, 256)]
+GRIDS = [
+    (1, 1),
+    (1, 7),
+    (2, 2),
+    (3, 5),
+    (4, 4),
+    (7, 3),
+    (8, 8),
+    (14, 14),
+    (5, 13),
+    (16, 16),
+    (12, 9),
+]
 
 RULES = (  # of each kind
     "gamma:0.05",
@@ -65,14 +66,29 @@ RULES = (  # of each kind
 
 @dataclass(frozen=True)
 class Case:
-    """One grid of scores, a rule and its settings, all from a seed."""
+    """One grid of scores, a rule and its settings."""
 
     grid: Grid
-    scores: np.ndarray  # (H, W)
+    scores: Tensor  # (N,) float64
     rule: rules.Rule
     tau: float
     max_depth: int | None
-    valid: np.ndarray | None
+    valid: Tensor | None  # (N,)
+
+    def tree(self) -> Tree:
+        options = {"tau": self.tau, "max_depth": self.max_depth, "valid": self.valid}
+        return screen(self.scores, self.grid, self.rule, **options)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_mask(*shape: int, seed: int = 0) -> Tensor:
+    """A mask of 70 % of the tokens with at least one in each row."""
+    valid = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+    valid[..., seed % shape[-1]] = True
+    return valid
 
 
 def random_scores(
@@ -99,28 +115,28 @@ def random_scores(
     return noise + generator.choice([-offset, offset])
 
 
-def random_rule(generator: np.random.Generator, tokens: int) -> rules.Rule:
-    """Any rule that needs no coins."""
-    epsilon = float(generator.choice([0.0, 1e-3, 0.02, 0.3, 1.0]))
-    share = float(generator.choice([1e-4, 1e-3, 1e-2, 0.1]))
-    return (
-        rules.Gamma(epsilon),
-        rules.Gamma(epsilon, lookahead=2),
-        rules.Gamma(epsilon, lookahead=3),
-        rules.ExactGap(epsilon),
-        rules.Certified(epsilon),
-        rules.Mass(share),
-        rules.Mass(share, coarse=True),
-        rules.Optimal(share),
-        leaf_budget(int(generator.integers(1, tokens + 1))),
-        rules.Optimal(leaves=0.3),
+def every_rule(generator: np.random.Generator) -> list[rules.Rule]:
+    """One of each kind, by random thresholds; `leaves` fits every mask of at least one token."""
+    epsilons = generator.choice([0.0, 1e-3, 0.02, 0.3, 1.0, 10.0], size=7).tolist()
+    shares = generator.choice([1e-6, 1e-4, 1e-3, 1e-2, 0.1], size=3).tolist()
+    return [
+        rules.Gamma(epsilons[0]),
+        rules.Gamma(epsilons[1], lookahead=2),
+        rules.Gamma(epsilons[2], lookahead=3),
+        rules.ExactGap(epsilons[3]),
+        rules.Certified(epsilons[4]),
+        rules.Mass(shares[0]),
+        rules.Mass(shares[1], coarse=True),
+        rules.Optimal(shares[2]),
+        rules.Optimal(leaves=float(generator.choice([1e-9, 0.2, 0.5]))),
         rules.Optimal(error=float(generator.choice([1e-3, 0.05, 0.5]))),
         rules.FixedDepth(int(generator.integers(0, 4))),
         rules.FixedBlocks(int(generator.integers(1, 5))),
-        rules.QuadrantGap(epsilon),
-        rules.Variance(epsilon),
+        rules.QuadrantGap(epsilons[5]),
+        rules.Variance(epsilons[6]),
+        rules.RandomQuadrants(0.5, int(generator.integers(100))),
         rules.GlobalMean(),
-    )[generator.integers(16)]
+    ]
 
 
 def leaf_budget(count: int) -> rules.Rule:
@@ -131,30 +147,18 @@ def leaf_budget(count: int) -> rules.Rule:
 def random_case(seed: int) -> Case:
     """The case of a seed."""
     generator = np.random.default_rng(seed)
-    height, width = GRIDS[generator.integers(len(GRIDS))]
-    valid = None
+    grid = Grid(*generator.choice(GRIDS).tolist())
+    scores = torch.from_numpy(random_scores(generator, grid.height, grid.width).ravel())
     if generator.random() < 0.3:
-        valid = generator.random((height, width)) < 0.6
-        valid[generator.integers(height), generator.integers(width)] = True
-    tokens = height * width if valid is None else int(valid.sum())
+        scores[generator.integers(grid.size)] += 40.0
     return Case(
-        Grid(height, width),
-        random_scores(generator, height, width),
-        random_rule(generator, tokens),
-        float(generator.choice([1.0, 0.3, 2.5])),
+        grid,
+        scores,
+        every_rule(generator)[generator.integers(16)],
+        float(generator.choice([1e-3, 0.3, 1.0, 2.5, 30.0])),
         None if generator.random() < 0.6 else int(generator.integers(0, 4)),
-        valid,
+        None if generator.random() < 0.6 else random_mask(grid.size, seed=seed),
     )
-
-
-def flat_valid(case: Case) -> torch.Tensor | None:
-    """The mask as `screen` takes it."""
-    return None if case.valid is None else torch.from_numpy(case.valid.ravel())
-
-
-def boxes(tree: Tree) -> list[tuple[int, ...]]:
-    """The leaves of one tree."""
-    return [tuple(box) for box in tree.leaf_boxes.tolist()]
 
 
 class Largest(TorchDispatchMode):

@@ -32,12 +32,9 @@ def proportional_attention(
     Returns:
         The output (H, T, d) and the mass (T,).
     """
-    weights = np.zeros((len(q), q.shape[1], k.shape[1]))
-    for h in range(len(q)):
-        for i in range(q.shape[1]):
-            scores = k[h] @ q[h, i]
-            unnormalised = size * np.exp(scale * (scores - np.max(scores)))
-            weights[h, i] = unnormalised / unnormalised.sum()
+    scores = scale * (q @ k.swapaxes(-1, -2))  # (H, T, T)
+    weights = size * np.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)
     return weights @ v, weights[:, : prefix or None].mean((0, 1))
 
 

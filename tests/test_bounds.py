@@ -73,9 +73,7 @@ def test_theorem_range_upper_bound(dtype: torch.dtype, seed: int, tau: float) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @PROPERTY
 @given(seed=seeds, tau=taus)
-def test_bounds_enclose_the_gap_without_tolerance(
-    dtype: torch.dtype, seed: int, tau: float
-) -> None:
+def test_bounds_enclose_the_gap_without_tolerance(dtype, seed, tau):
     scores = random_blocks(seed, dtype)
     gap = energy.gap(scores.double(), tau=tau)
     low, high, mean, variance = statistics(scores)
@@ -110,9 +108,7 @@ def test_bennett_below_hoeffding(seed: int, tau: float) -> None:
     negative=st.booleans(),
     tau=st.sampled_from([0.1, 1.0, 30.0]),
 )
-def test_two_values_attain_supremum_and_infimum(
-    dtype: torch.dtype, minority: int, majority: int, delta: float, negative: bool, tau: float
-) -> None:
+def test_two_values_attain_supremum_and_infimum(dtype, minority, majority, delta, negative, tau):
     delta = -delta if negative else delta
     scores = torch.tensor([delta] * minority + [0.0] * majority, dtype=dtype)
     gap = energy.gap(scores.double(), tau=tau)
@@ -343,12 +339,13 @@ def test_a_certificate_that_underflows_is_not_zero() -> None:
         assert bounds.certificate(small, small) > 0
 
 
-def test_bennett_allows_for_the_rounding_of_the_variance() -> None:
-    """With a variance too small by its allowance, the result keeps its own margin, in float32.
+def test_bounds_from_the_variance_are_rounded_by_their_margins() -> None:
+    """With a variance off by its allowance, the results keep their own margin, in float32.
 
-    On two values the bound is the gap itself. At heights far below tau the variance decides alone: the
-    gap is v / 2 tau, and the allowance for the mean adds next to nothing.
+    On two values the bounds are the gap itself. At heights far below tau the variance decides alone:
+    the gap is v / 2 tau, and the allowance for the mean adds next to nothing.
     """
+    eps = torch.finfo(torch.float32).eps
     for tau in [0.1, 1.0, 30.0]:
         generator = torch.Generator().manual_seed(0)
         high = 1e-2 * tau * (0.1 + torch.rand(4000, generator=generator))
@@ -356,33 +353,33 @@ def test_bennett_allows_for_the_rounding_of_the_variance() -> None:
         exact_high, exact_low = high.double(), low.double()
         share = exact_high / (exact_high - exact_low)  # of the low value: the mean is 0
         exact = energy.binary_gap(share, exact_low - exact_high, tau)
-        eps = torch.finfo(torch.float32).eps
-        rounded = -exact_high * exact_low * (1 - bounds.STATISTIC_ULPS * eps)
-        variance = torch.nextafter(rounded.float(), torch.tensor(0.0))
-        bound = bounds.bennett(high, 0.0, variance, tau).double()
-        computed = 6  # ulps: of the variance's own step, and of binary_gap
-        assert bool((bound >= exact * (1 + (bounds.RESULT_ULPS - computed) * eps)).all())
+        variance = -exact_high * exact_low
+        allowance, computed = bounds.STATISTIC_ULPS * eps, 6  # ulps: of v's own step, of binary_gap
+        margin = (bounds.RESULT_ULPS - computed) * eps
+        small = torch.nextafter((variance * (1 - allowance)).float(), torch.tensor(0.0))
+        assert bool((bounds.bennett(high, 0.0, small, tau).double() >= exact * (1 + margin)).all())
+        large = torch.nextafter((variance * (1 + allowance)).float(), torch.tensor(torch.inf))
+        assert bool((bounds.lower(low, 0.0, large, tau).double() <= exact * (1 - margin)).all())
 
 
 def test_certificate_in_the_log_domain() -> None:
-    def certificate(mass: list[float], bound: list[float], tau: float = 1.0) -> float:
-        return bounds.certificate(tensor(mass), tensor(bound), tau).item()
+    def certificate(mass: float, bound: float, tau: float = 1.0) -> float:
+        return bounds.certificate(tensor([mass, 0.5]), tensor([bound, 0.0]), tau).item()
 
-    assert certificate([], []) == 0
-    assert certificate([0.0, 0.5], [0.0, 0.0]) == 0
-    assert certificate([0.0, 0.5], [1.0, 0.0]) < 1e-300
-    # A mass that underflowed may still hide a bound that did not.
-    assert certificate([0.0], [1e6]) == pytest.approx(1e6, rel=1e-3)
+    assert bounds.certificate(tensor([]), tensor([])) == certificate(0.0, 0.0) == 0
+    assert certificate(0.0, 1.0) < 1e-300
     # 700 units of x are known to 8 ulps each, by the outward margin.
     tolerance = slack(torch.float64, 1400)
-    assert certificate([1e-300, 0.5], [1e4, 0.0]) == pytest.approx(1e4 - 300 * math.log(10))
-    expected = math.log1p(math.exp(700 - 300 * math.log(10)))
-    assert certificate([1e-300], [700.0]) == pytest.approx(expected, rel=tolerance)
-    expected = math.log1p(math.exp(715 - 305 * math.log(10)))
-    assert certificate([1e-305], [715.0]) == pytest.approx(expected, rel=tolerance)
-    assert certificate([1.0], [1e6], 1e-3) == pytest.approx(1e6, rel=tolerance)
-    assert certificate([1e-12], [1e-9]) == pytest.approx(1e-21, rel=1e-8)
-    assert certificate([1.0], [0.5]) >= 0.5
+    for mass, bound, tau, expected, rel in (
+        (0.0, 1e6, 1.0, 1e6, 1e-3),  # a mass that underflowed may hide a bound that did not
+        (1e-300, 1e4, 1.0, 1e4 - 300 * math.log(10), 1e-6),
+        (1e-300, 700.0, 1.0, math.log1p(math.exp(700 - 300 * math.log(10))), tolerance),
+        (1e-305, 715.0, 1.0, math.log1p(math.exp(715 - 305 * math.log(10))), tolerance),
+        (1.0, 1e6, 1e-3, 1e6, tolerance),
+        (1e-12, 1e-9, 1.0, 1e-21, 1e-8),
+    ):
+        assert certificate(mass, bound, tau) == pytest.approx(expected, rel=rel)
+    assert certificate(1.0, 0.5) >= 0.5
 
 
 @PROPERTY

@@ -3,12 +3,11 @@
 import doctest
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
-import pytest
 import torch
 
 import bmfa
@@ -30,24 +29,18 @@ def is_ours(value: object) -> bool:
 
 def members(module: ModuleType) -> dict[str, object]:
     """Public functions and classes of a module: those in `__all__`, or else defined in it."""
-    names = getattr(module, "__all__", None)
-    if names is None:
-        names = [
-            name
-            for name, value in vars(module).items()
-            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-        ]
+    own = [name for name, value in vars(module).items() if value.__class__ is not ModuleType]
+    own = [
+        name for name in own if getattr(getattr(module, name), "__module__", "") == module.__name__
+    ]
+    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
     values = {name: getattr(module, name) for name in names}
     return {name: value for name, value in values.items() if callable(value) and is_ours(value)}
 
 
 def surface() -> dict[str, object]:
     """Every public function, class, method and property by its name."""
-    found = {
-        name: value
-        for name in bmfa.__all__
-        if callable(value := getattr(bmfa, name)) and not isinstance(value, ModuleType)
-    }
+    found = {name: value for name, value in members(bmfa).items() if type(value) is not ModuleType}
     for module in MODULES:
         found |= {f"{module}.{n}": v for n, v in members(import_module(f"bmfa.{module}")).items()}
     for owner in CLASSES:
@@ -94,41 +87,23 @@ def missing_sections(value: object) -> list[str]:
     return found
 
 
-SURFACE = surface()
-
-
-def test_public_names_are_documented():
-    missing = {name: missing_sections(value) for name, value in SURFACE.items()}
+def test_public_names_are_documented_and_their_examples_run():
+    """With all of `Grid`, and functions of other modules that users read about."""
+    values = surface()
+    missing = {name: missing_sections(value) for name, value in values.items()}
     assert {name: sections for name, sections in missing.items() if sections} == {}
-
-
-def examples() -> Iterator[doctest.DocTest]:
-    """The examples of the public surface, of all of `Grid`, and of modules with helpers for users."""
-    finder = doctest.DocTestFinder(recurse=False)
-    values = dict(SURFACE)
-    values |= {f"Grid.{name}": getattr(bmfa.Grid, name) for name in ("z_order", "partition")}
+    grid = ("z_order", "partition")
+    values |= {f"Grid.{name}": getattr(bmfa.Grid, name) for name in grid}
     values |= {"quantile": quantile, "without_folders": without_folders}
-    seen = set()
+    finder, report, seen = doctest.DocTestFinder(recurse=False), [], set()
     for name, value in values.items():
         documented = value.fget if isinstance(value, property) else value
         module = inspect.getmodule(documented)
         if id(documented) not in seen and module is not None:
             seen.add(id(documented))
-            yield from finder.find(documented, name, module=module, globs=dict(vars(module)))
-
-
-EXAMPLES: dict[str, list[doctest.DocTest]] = {}
-for example in examples():
-    owner, dot, _ = example.name.partition(".")
-    EXAMPLES.setdefault(owner if dot else "bmfa", []).append(example)
-
-
-@pytest.mark.parametrize("owner", EXAMPLES)
-def test_examples_run(owner):
-    """The examples of a module or a class."""
-    report: list[str] = []
-    for example in EXAMPLES[owner]:
-        torch.manual_seed(0)
-        torch.set_printoptions(profile="default")
-        doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)
+            for example in finder.find(documented, name, module=module, globs=dict(vars(module))):
+                torch.manual_seed(0)
+                torch.set_printoptions(profile="default")
+                doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)
+    assert len(seen) > 100
     assert not report, "".join(report)

@@ -21,10 +21,7 @@ LAYERS = (
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {part for parts in LAYERS[:4] for part in parts}  # imports torch and numpy only
-KERNELS = {
-    "attention": ("reference", "eager", "native", "triton"),
-    "merging": ("eager", "triton"),
-}
+KERNELS = {"attention": "reference eager native triton", "merging": "eager triton"}
 
 
 def module_name(path: Path) -> str:
@@ -35,16 +32,13 @@ def module_name(path: Path) -> str:
 def imported(path: Path, *, lazily: bool = True) -> set[str]:
     """Full names of the modules that a file imports; without `lazily`, at the top level alone."""
     tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if lazily else iter(tree.body)
     names: set[str] = set()
-    for node in nodes:
+    for node in ast.walk(tree) if lazily else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports are not used"
-            names.add(node.module or "")
-            if (node.module or "").partition(".")[0] == "bmfa":
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            assert node.level == 0 and node.module, f"{path}: relative imports are not used"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
@@ -60,29 +54,17 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def test_every_part_has_a_layer():
-    assert {part_of(name) for name in FILES} - {"__init__"} == set(RANK)
-
-
 def test_calls_go_downwards():
-    wrong = {
-        (name, other)
-        for name in FILES.keys() - {"bmfa"}
-        for other in internal(name)
-        if RANK[part_of(other)] > RANK[part_of(name)]
-    }
-    assert not wrong, "a part imports one above it"
-
-
-def test_evidence_is_imported_by_the_command_line_alone():
-    importers = {
-        part_of(name) for name in FILES if any(part_of(x) == "evidence" for x in internal(name))
-    }
-    assert importers <= {"cli", "evidence"}
+    assert {part_of(name) for name in FILES} - {"__init__"} == set(RANK)
+    for name in FILES.keys() - {"bmfa"}:
+        parts = {part_of(other) for other in internal(name)}
+        above = {part for part in parts if RANK[part] > RANK[part_of(name)]}
+        assert not above, f"{name} imports {above}"
+        assert "evidence" not in parts or part_of(name) in ("cli", "evidence"), name
 
 
 def test_kernels_do_not_import_one_another():
-    for folder, kernels in KERNELS.items():
+    for folder, kernels in ((folder, names.split()) for folder, names in KERNELS.items()):
         of = {name: name.split(".")[3:4] for name in FILES if f".{folder}.kernels." in name}
         assert {kernel for parts in of.values() for kernel in parts} == set(kernels)
         for name, (kernel,) in of.items():
@@ -101,27 +83,19 @@ def test_the_core_imports_torch_and_numpy_alone():
         assert not outside, f"{name} imports {', '.join(sorted(outside))}"
 
 
-def test_optional_packages_are_imported_in_one_way():
-    """Through `bmfa.packages`, whose message names the extra; `import_module` is for own modules."""
+def test_optional_packages_are_imported_in_one_way_and_caches_are_bounded():
+    """Through `bmfa.packages`, whose message names the extra; `import_module` is for own modules.
+
+    `lru_cache` has a size, and `cache` is for functions without parameters.
+    """
     for name, path in FILES.items():
-        if name == "bmfa.packages":
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
             text = getattr(called, "id", getattr(called, "attr", ""))
-            assert text not in ("find_spec", "__import__"), f"{name} calls {text}"
-            if text == "import_module":
-                argument = ast.unparse(node.args[0])
-                assert name == "bmfa" or "bmfa." in argument, f"{name}: import_module({argument})"
-
-
-def test_caches_are_bounded():
-    """`lru_cache` has a size, and `cache` is for functions without parameters."""
-    for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            for mark in getattr(node, "decorator_list", []):
-                text = ast.unparse(mark)
-                if "lru_cache" in text:
-                    assert "maxsize=" in text and "None" not in text, f"{name}.{node.name}"
-                elif text in ("cache", "functools.cache"):
-                    assert not ast.unparse(node.args), f"{name}.{node.name} caches without a bound"
+            if name not in ("bmfa", "bmfa.packages"):
+                assert text not in ("find_spec", "__import__"), f"{name} calls {text}"
+                assert text != "import_module" or "bmfa." in ast.unparse(node.args[0]), name
+            for mark in map(ast.unparse, getattr(node, "decorator_list", [])):
+                if "lru_cache" in mark:
+                    assert "maxsize=" in mark and "None" not in mark, f"{name}.{node.name}"
+                assert "cache" != mark.rpartition(".")[2] or not ast.unparse(node.args), name

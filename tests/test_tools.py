@@ -48,12 +48,22 @@ DECLARES = (
 )
 
 
-def test_the_operators_are_declared_only_where_torchvision_lacks_them(tmp_path):
-    fake_torchvision(tmp_path / "without", "")
-    fake_torchvision(tmp_path / "with", DECLARES)
-    for folder, expected in (("without", "nms(Tensor dets, "), ("with", "nms(Tensor own)")):
-        printed = run("import torchvision_operators, torchvision", TOOLS, tmp_path / folder)
-        assert expected in printed, folder
+def test_the_repair_is_for_a_cpu_build_that_lacks_the_operators_and_declares_them(tmp_path):
+    code = (
+        "import torch; torch.version.cuda = {cuda}\n"
+        "import torchvision_operators; finder = sys.meta_path.pop(0)\n"
+        "print(torchvision_operators.is_needed()); sys.meta_path.insert(0, finder)\n"
+        "import torchvision"
+    )
+    for name, library in (("without", ""), ("with", DECLARES)):
+        fake_torchvision(tmp_path / name, library)
+    for name, cuda, needed, declared in (
+        ("without", None, True, "nms(Tensor dets, "),
+        ("without", "'13.0'", False, "nms(Tensor dets, "),
+        ("with", None, False, "nms(Tensor own)"),
+    ):
+        printed = run(code.format(cuda=cuda), TOOLS, tmp_path / name)
+        assert f"{needed}\n" in printed and declared in printed, (name, cuda)
 
 
 def test_the_hook_loads_nothing_and_is_installed_once():
@@ -63,22 +73,6 @@ def test_the_hook_loads_nothing_and_is_installed_once():
         "print(len(sys.meta_path) - before, 'torch' in sys.modules)"
     )
     assert run(code, TOOLS) == "1 False\n"
-
-
-def test_the_repair_is_installed_only_beside_a_cpu_build_that_lacks_the_operators(tmp_path):
-    code = (
-        "import torch; torch.version.cuda = {cuda}\n"
-        "import torchvision_operators; sys.meta_path.pop(0); print(torchvision_operators.is_needed())"
-    )
-    for name, library in (("without", ""), ("with", DECLARES)):
-        fake_torchvision(tmp_path / name, library)
-    for name, cuda, needed in (
-        ("without", None, True),
-        ("without", "'13.0'", False),
-        ("with", None, False),
-    ):
-        printed = run(code.format(cuda=cuda), TOOLS, tmp_path / name)
-        assert printed.endswith(f"{needed}\n"), (name, cuda)
 
 
 def test_the_installed_repair_works_without_the_checkout(tmp_path):

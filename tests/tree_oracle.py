@@ -220,7 +220,7 @@ class Oracle:
         rule = rules.as_rule(rule)
         if isinstance(rule, rules.FixedBlocks):
             return OracleTree(self, rule, {}, self._tiles(rule.side))
-        return self._grow(rule, self._judge(rule, coins))
+        return self._grow(rule, self.judge(rule, coins))
 
     def _grow(self, rule: rules.Rule, judge: Callable[[Node], Verdict]) -> OracleTree:
         verdicts: dict[Node, Verdict] = {}
@@ -235,7 +235,9 @@ class Oracle:
 
         return OracleTree(self, rule, verdicts, visit(self.root))
 
-    def _judge(self, rule: rules.Rule, coins: Sequence[bool] | None) -> Callable[[Node], Verdict]:
+    def judge(
+        self, rule: rules.Rule, coins: Sequence[bool] | None = None
+    ) -> Callable[[Node], Verdict]:
         match rule:
             case rules.Gamma():
                 return lambda node: (self.gamma(node, rule.lookahead), rule.epsilon)

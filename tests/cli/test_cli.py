@@ -21,14 +21,29 @@ from bmfa.evidence.methods import METHODS
 from bmfa.files import write_atomic
 from bmfa.records import Record
 
+CORNER = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
 
-def refused(capsys, *arguments):
+
+def stopped(capsys, *arguments, status=2):
+    """The standard error and output of a command that ends with a status and one line."""
     with pytest.raises(SystemExit) as stop:
         main(list(arguments))
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.count("\n") == 1 and error.startswith("bmfa: ")
-    return error
+    printed = capsys.readouterr()
+    assert stop.value.code == status
+    assert printed.err.count("\n") == 1 and printed.err.startswith("bmfa: ")
+    return printed.err, printed.out
+
+
+def record_of(capsys, *arguments):
+    main([*arguments, "--json", "-"])
+    return json.loads(capsys.readouterr().out)
+
+
+def fresh(*arguments, **options):
+    """A command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments], text=True, stderr=subprocess.PIPE, **options
+    )
 
 
 BAD_INPUT = {
@@ -65,134 +80,99 @@ BAD_INPUT = {
 }
 
 
-def test_bad_input_is_one_line_and_status_2(capsys):
+def test_bad_input_is_one_line_and_status_2(capsys, tmp_path):
     for line, words in BAD_INPUT.items():
-        error = refused(capsys, *line.split())
+        error, _ = stopped(capsys, *line.split())
         assert all(word in error for word in words), (line, error)
-
-
-def test_a_target_that_cannot_be_written_is_reported_before_the_work(capsys, tmp_path):
-    assert "folder" in refused(capsys, "synthetic", "--json", str(tmp_path))
+    # Targets that cannot be written are reported before the work.
     (tmp_path / "file").write_text("")
-    refused(capsys, "synthetic", "--json", str(tmp_path / "file" / "record.json"))
+    stopped(capsys, "synthetic", "--json", str(tmp_path / "file" / "record.json"))
+    for option in ("--json", "--csv"):
+        assert (
+            f"{option} {tmp_path} is a folder" in stopped(capsys, *CORNER, option, str(tmp_path))[0]
+        )
+    error, _ = stopped(capsys, *CORNER, "--csv", "-", "--json", "-")
+    assert "both go to standard output" in error
 
 
 def test_the_record_is_the_only_file_written(capsys, tmp_path):
-    path = tmp_path / "deep" / "record.json"
-    arguments = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
-    main([*arguments, "--json", str(path)])
+    path = tmp_path / "[bold]x[/]" / "record[0].json"  # brackets are not markup
+    main([*CORNER, "--json", str(path)])
     record = Record.from_json(path.read_text())
     assert record.experiment == "synthetic" and len(record.rows) == 1
     assert {"python", "torch", "device_name"} <= set(record.environment)
     printed = capsys.readouterr().out
-    assert "gamma:0.005" in printed and str(path) in printed
-    main([*arguments, "--json", str(path), "--quiet"])
+    assert "gamma:0.005" in printed and f"record: {path}" in printed
+    main([*CORNER, "--json", str(path), "--quiet"])
     assert capsys.readouterr().out == ""
-    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_failed_write_leaves_the_older_file_alone(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     path.write_text("before")
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, "after")
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for function in ("os.replace", "os.fdopen"):
+        with monkeypatch.context() as patch:
+            patch.setattr(function, full)
+            with pytest.raises(OSError, match="No space left"):
+                write_atomic(path, "after")
+        assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-
-
-def full_disk(path):
-    """A link to the device on which every write fails; writing to a link cannot harm the device."""
-    path.symlink_to("/dev/full")
-    return path
-
-
-CORNER = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
-BENCH_TREES = ["bench", "trees", "--repeats", "1", "--batch-size", "1", "--method", "gamma:0.005"]
-
-
-@full_device
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_names_the_file_and_the_table_is_printed(capsys, tmp_path):
-    target = full_disk(tmp_path / "record.json")
+    # A link to the device on which every write fails; writing to a link cannot harm the device.
+    full, record = tmp_path / "full.png", tmp_path / "record.json"
+    full.symlink_to("/dev/full")
     evaluate = ["evaluate", "--limit", "2", "--repeats", "0", "--method", "gamma:0.005"]
     for arguments in (CORNER, [*CORNER, "--quiet"], evaluate):
-        with pytest.raises(SystemExit) as stop:
-            main([*arguments, "--json", str(target)])
-        printed = capsys.readouterr()
-        assert stop.value.code == 2 and printed.err.count("\n") == 1
-        assert f"{target} cannot be written (No space left on device)" in printed.err
-        assert printed.out.startswith(("placement  method", "method"))
-        assert "gamma:0.005 " in printed.out and "record:" not in printed.out
-        assert target.is_symlink()  # a device is written to, not replaced
-
-
-@full_device
-def test_a_full_disk_under_the_figure_keeps_table_and_record(capsys, tmp_path):
-    record, figure = tmp_path / "record.json", full_disk(tmp_path / "figure.png")
-    with pytest.raises(SystemExit) as stop:
-        main(["screen", "embedded:3", "--output", str(figure), "--json", str(record)])
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and "figure.png cannot be written" in printed.err
-    assert "optimal:0.002" in printed.out and f"record: {record}" in printed.out
+        error, out = stopped(capsys, *arguments, "--json", str(full))
+        assert f"{full} cannot be written (No space left on device)" in error
+        assert out.startswith(("placement  method", "method"))
+        assert "gamma:0.005 " in out and "record:" not in out
+        assert full.is_symlink()  # a device is written to, not replaced
+    words = ["screen", "embedded:3", "--output", str(full), "--json", str(record)]
+    error, out = stopped(capsys, *words)
+    assert "full.png cannot be written" in error
+    assert "optimal:0.002" in out and f"record: {record}" in out
     assert Record.from_json(record.read_text()).experiment == "image"
-
-
-@full_device
-@pytest.mark.parametrize("target", [[], ["--json", "-"]])
-def test_a_full_standard_output_is_reported_once(tmp_path, target):
-    record = tmp_path / "record.json"
-    command = [sys.executable, "-m", "bmfa", *CORNER, *(target or ["--json", str(record)])]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "standard output cannot be written (No space left on device)" in done.stderr
-    assert target or Record.from_json(record.read_text()).rows
-
-
-def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
-    path = tmp_path / "record.json"
-    path.write_text("before")
-
-    class Full(io.BytesIO):
-        def write(self, data):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fdopen", lambda handle, mode: Full())
-    with pytest.raises(OSError, match=r"record\.json cannot be written \(No space left"):
-        write_atomic(path, "after")
-    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    record.unlink()
+    for target in (str(record), "-"):
+        with open("/dev/full", "w") as device:
+            done = fresh("-m", "bmfa", *CORNER, "--json", target, stdout=device)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "standard output cannot be written (No space left on device)" in done.stderr
+    assert Record.from_json(record.read_text()).experiment == "synthetic"
 
 
 MISSING = {
-    "report": (("matplotlib", "PIL"), "report"),
-    "report --coco a.json b": (("pycocotools",), "data"),
-    "screen embedded:3": (("matplotlib", "PIL"), "report"),
-    "explore embedded:3": (("jinja2",), "report"),
-    "probe": (("PIL",), "data"),
-    "ablation": (("PIL",), "data"),
-    "probe --dataset coco --annotations a --images b": (("pycocotools",), "data"),
-    "evaluate --data-dir images": (("PIL",), "data"),
-    "closed-loop --data-dir images": (("PIL",), "data"),
-    "bench attention": (("PIL",), "data"),
-    "bench model --records a.json --figures f": (("matplotlib",), "report"),
+    "report": ("matplotlib PIL", "report"),
+    "report --coco a.json b": ("pycocotools", "data"),
+    "screen embedded:3": ("matplotlib PIL", "report"),
+    "explore embedded:3": ("jinja2", "report"),
+    "probe": ("PIL", "data"),
+    "ablation": ("PIL", "data"),
+    "probe --dataset coco --annotations a --images b": ("pycocotools", "data"),
+    "evaluate --data-dir images": ("PIL", "data"),
+    "closed-loop --data-dir images": ("PIL", "data"),
+    "bench attention": ("PIL", "data"),
+    "bench model --records a.json --figures f": ("matplotlib", "report"),
 }
 
 
 def test_missing_packages_are_reported_before_the_work(capsys, monkeypatch, tmp_path):
-    def work(*_, **__):
-        raise AssertionError("work began")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("bmfa.evidence.synthetic.run.run", work)
+    monkeypatch.setattr("bmfa.evidence.synthetic.run.run", None)
     for line, (missing, extra) in MISSING.items():
         with monkeypatch.context() as patch:
-            for name in missing:
+            for name in missing.split():
                 patch.setitem(sys.modules, name, None)
-            error = refused(capsys, *line.split())
-        assert all({"PIL": "pillow"}.get(name, name) in error for name in missing), error
+            error, _ = stopped(capsys, *line.split())
+        assert all(name in error for name in missing.replace("PIL", "pillow").split()), error
         assert f"pip install 'bmfa[{extra}]'" in error
         assert list(tmp_path.iterdir()) == []
 
@@ -200,24 +180,19 @@ def test_missing_packages_are_reported_before_the_work(capsys, monkeypatch, tmp_
 def test_records_survive_json_and_reject_other_files():
     record = Record("x", {"a": 1}, [{"gap": 0.5}, {"gap": None}], {"python": "3"})
     assert Record.from_json(record.to_json()) == record
-    with pytest.raises(ValueError, match="is not JSON"):
-        Record.from_json('{"experiment": ', "cut.json")
-    with pytest.raises(ValueError, match="lacks environment, rows"):
-        Record.from_json('{"experiment": "x", "settings": {}}')
-    with pytest.raises(ValueError, match="lacks"):
-        Record.from_json("[1, 2]")
+    for text, message in (
+        ('{"experiment": ', "is not JSON"),
+        ('{"experiment": "x", "settings": {}}', "lacks environment, rows"),
+        ("[1, 2]", "lacks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Record.from_json(text, "cut.json")
 
 
-def test_info_names_backends_and_what_is_missing(capsys):
-    main(["info", "--json", "-"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
+def native_status(capsys):
+    rows = record_of(capsys, "info")["rows"]
     assert {"eager", "native"} <= {row["name"] for row in rows if row["what"] == "backend"}
     assert any(row["what"] == "device" and row["name"].startswith("cuda") for row in rows)
-
-
-def native_status(capsys) -> str:
-    main(["info", "--json", "-"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
     (status,) = (row["status"] for row in rows if row["name"] == "native")
     return status
 
@@ -235,9 +210,6 @@ def test_info_says_which_native_kernels_run_or_why_none_does(capsys, monkeypatch
         assert ", ".join(library.built_sets()) in status
         recorded = Record("x", {}, []).environment.get("instruction_set")
         assert recorded == library.instruction_set()
-
-
-def test_info_says_how_to_compile_native_kernels(capsys, monkeypatch):
     reason = "the kernels for avx512 have not been compiled; run python -m there"
     monkeypatch.setattr(library, "_select", lambda setting: library.Selection(reason=reason))
     monkeypatch.setattr(library, "built_sets", tuple)
@@ -245,25 +217,18 @@ def test_info_says_how_to_compile_native_kernels(capsys, monkeypatch):
 
 
 def test_methods_lists_the_registry(capsys):
-    main(["methods", "--json", "-"])
-    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    names = {name.partition(":")[0] for name in rows}
-    assert names == set(METHODS)
+    rows = {row["method"]: row for row in record_of(capsys, "methods")["rows"]}
+    assert {name.partition(":")[0] for name in rows} == set(METHODS)
     assert rows["gamma:VALUE"]["kind"] == "rule" and "block means" in rows["gamma:VALUE"]["reads"]
-    for words in ([], ["--wide"]):
+    for words in (["--wide"], []):
         main(["methods", *words])
         printed = capsys.readouterr().out
         assert all(f"\n{name} " in printed for name in rows)
-    assert max(map(len, printed.splitlines())) > MAX_WIDTH  # --wide: a line for each method
-    main(["methods"])
-    printed = " ".join(capsys.readouterr().out.split())
+        # --wide has a line for each method
+        assert (max(map(len, printed.splitlines())) > MAX_WIDTH) == bool(words)
+    printed = " ".join(printed.split())
     for row in rows.values():
         assert row["description"] in printed and row["parameter"] in printed
-
-
-def test_the_earlier_name_of_a_method_still_works(capsys):
-    main(["synthetic", "--placement", "corner", "--method", "sparge-mean", "--json", "-"])
-    assert json.loads(capsys.readouterr().out)["rows"][0]["method"] == "block-mean"
 
 
 HELP = {
@@ -275,44 +240,42 @@ HELP = {
 }
 
 
-def test_help_lists_the_methods_of_a_command_and_their_parameters(capsys, monkeypatch):
+def test_every_command_has_help_which_lists_its_methods(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for command, (present, absent) in HELP.items():
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        lines = capsys.readouterr().out.partition("Methods for --method")[2].splitlines()
-        names = {line.split()[0] for line in lines if line.strip() and line[:9].strip()}
-        assert present <= names and not absent & names, command
-        (line,) = (line for line in lines if line.startswith("    optimal:VALUE"))
-        assert line.split(maxsplit=1)[1] == METHODS["optimal"].parameter
-
-
-EVALUATE = ["evaluate", "--limit", "2", "--repeats", "1"]
-EVALUATE += ["--method", "tome:8", "--method", "optimal:0.002"]
+    for line in ("", "bench", "bench trees", "bench model", "info", "methods", *HELP):
+        with pytest.raises(SystemExit) as stop:
+            main([*line.split(), "--help"])
+        printed = capsys.readouterr().out
+        assert stop.value.code == 0 and f"Usage: bmfa {line}".strip() in printed
+        if line in HELP:
+            lines = printed.partition("Methods for --method")[2].splitlines()
+            names = {line.split()[0] for line in lines if line.strip() and line[:9].strip()}
+            present, absent = HELP[line]
+            assert present <= names and not absent & names, line
+            (optimal,) = (line for line in lines if line.startswith("    optimal:VALUE"))
+            assert optimal.split(maxsplit=1)[1] == METHODS["optimal"].parameter
 
 
 def test_evaluate_fits_into_120_columns_and_wide_has_all(capsys):
-    main([*EVALUATE])
+    words = ["evaluate", "--limit", "2", "--repeats", "1", "--method", "tome:8"]
+    words += ["--method", "optimal:0.002"]
+    main(words)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= MAX_WIDTH
     (more,) = (line for line in lines if line.startswith("more with --wide: "))
-    main([*EVALUATE, "--wide"])
+    main([*words, "--wide"])
     header = capsys.readouterr().out.splitlines()[0].split()
-    hidden = more.removeprefix("more with --wide: ").split(", ")
-    assert header == [*lines[0].split(), *hidden]
+    assert header == [*lines[0].split(), *more.removeprefix("more with --wide: ").split(", ")]
 
 
 def test_csv_has_the_rows_of_the_record(capsys, tmp_path):
-    record = tmp_path / "a.json"
-    main([*CORNER, "--csv", "-", "--json", str(record)])
+    main([*CORNER, "--csv", "-", "--json", str(tmp_path / "a.json")])
     read = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    rows = json.loads(record.read_text("utf-8"))["rows"]
+    rows = json.loads((tmp_path / "a.json").read_text("utf-8"))["rows"]
     assert [row["method"] for row in read] == [row["method"] for row in rows]
     assert [float(row["mean_gap"]) for row in read] == [row["mean_gap"] for row in rows]
     main([*CORNER, "--csv", str(tmp_path / "deep" / "a.csv")])
     assert f"rows: {tmp_path / 'deep' / 'a.csv'}" in capsys.readouterr().out
-    assert "both go to standard output" in refused(capsys, *CORNER, "--csv", "-", "--json", "-")
-    assert f"--csv {tmp_path} is a folder" in refused(capsys, *CORNER, "--csv", str(tmp_path))
 
 
 def test_an_interruption_names_the_command_that_goes_on(capsys, monkeypatch, tmp_path):
@@ -320,6 +283,7 @@ def test_an_interruption_names_the_command_that_goes_on(capsys, monkeypatch, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bmfa.evidence.classification.run.run", interrupted)
+    monkeypatch.setattr("bmfa.evidence.synthetic.run.run", interrupted)
     file, missing = str(tmp_path / "my part.json"), str(tmp_path / "none")
     Path(file).write_text("{}")
     for words, saved in (
@@ -329,31 +293,18 @@ def test_an_interruption_names_the_command_that_goes_on(capsys, monkeypatch, tmp
         (["--resume", missing], "nothing is saved yet"),
     ):
         typed = ["evaluate", "--limit", "2", *words]
-        with pytest.raises(SystemExit) as stop:
-            main(typed)
-        error = capsys.readouterr().err
-        assert stop.value.code == 130 and error.count("\n") == 1
+        error, _ = stopped(capsys, *typed, status=130)
         assert error.startswith(f"bmfa: interrupted; {saved}")
         command = shlex.split(error.rpartition(": ")[2])
         assert command == ["bmfa", *typed, *([] if words else ["--resume", "evaluate.part"])]
-
-
-def test_a_command_that_cannot_resume_is_interrupted_without_advice(capsys, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bmfa.evidence.synthetic.run.run", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        main(["synthetic"])
-    assert stop.value.code == 130 and capsys.readouterr().err == "bmfa: interrupted\n"
+    assert stopped(capsys, "synthetic", status=130)[0] == "bmfa: interrupted\n"  # it cannot resume
 
 
 def test_images_of_the_user_in_the_toy_model_are_said(capsys, tmp_path):
-    pixels = EmbeddedImages(1)[0].pixels
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image").fromarray(EmbeddedImages(1)[0].pixels)
     for name in ("left", "right"):
         (tmp_path / "data" / name).mkdir(parents=True)
-        image.fromarray(pixels).save(tmp_path / "data" / name / "[b]1.png")
+        image.save(tmp_path / "data" / name / "[b]1.png")
     figure = str(tmp_path / "a.png")
     main(["screen", str(tmp_path / "data/left/[b]1.png"), "--output", figure])
     assert "warning: this image was seen by the embedded toy model" in capsys.readouterr().out
@@ -366,10 +317,11 @@ def test_images_of_the_user_in_the_toy_model_are_said(capsys, tmp_path):
     assert "warning: the images were seen by the embedded toy model" in out
 
 
-def test_methods_starts_without_torch():
+def test_the_module_is_the_command_and_methods_starts_without_torch():
+    done = fresh("-m", "bmfa", "--version", stdout=subprocess.PIPE)
+    assert done.stdout.strip() == f"bmfa {__version__}"
     code = "import sys; from bmfa.cli import main; main(['methods']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert fresh("-c", code, stdout=subprocess.PIPE).stdout.splitlines()[-1] == "False"
 
 
 def test_records_may_follow_one_option_as_a_shell_writes_them(capsys):
@@ -381,47 +333,18 @@ def test_records_may_follow_one_option_as_a_shell_writes_them(capsys):
     assert capsys.readouterr().out == together and together.count("img_size") == 2
 
 
-def test_auto_is_a_device_that_works_and_the_record_names_it(capsys):
-    main(["synthetic", "--placement", "corner", "--method", "global-mean", "--json", "-"])
-    environment = json.loads(capsys.readouterr().out)["environment"]
-    assert environment["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_brackets_in_paths_are_not_markup(capsys, tmp_path):
-    path = tmp_path / "[bold]x[/]" / "r[0].json"
-    main([*CORNER, "--json", str(path)])
-    assert f"record: {path}" in capsys.readouterr().out and path.is_file()
+def test_auto_is_a_device_that_works_and_the_earlier_name_of_a_method_too(capsys):
+    record = record_of(capsys, "synthetic", "--placement", "corner", "--method", "sparge-mean")
+    assert record["environment"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert record["rows"][0]["method"] == "block-mean"
 
 
 def test_bench_trees_is_a_record_with_its_baselines(capsys):
-    main([*BENCH_TREES, "--grids", "50", "--json", "-"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    words = "bench trees --repeats 1 --batch-size 1 --method gamma:0.005 --grids 50"
+    rows = record_of(capsys, *words.split())["rows"]
     assert rows[0]["method"] == "gamma:0.005 (oracle)"
     assert {row["what"] for row in rows} == {"trees", "softmax"}
     assert all(row["milliseconds"] > 0 for row in rows)
-
-
-def test_the_module_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "bmfa", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == f"bmfa {__version__}"
-
-
-def test_every_command_has_help(capsys):
-    for line in (
-        "",
-        "synthetic",
-        "bench",
-        "bench trees",
-        "bench model",
-        "info",
-        "methods",
-        "screen",
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main([*line.split(), "--help"])
-        assert stop.value.code == 0 and f"Usage: bmfa {line}".strip() in capsys.readouterr().out
 
 
 def test_every_option_has_help_and_no_docstring_describes_another():

@@ -147,40 +147,31 @@ def test_auto_is_eager_on_the_cpu_and_triton_runs_or_raises() -> None:
         check_backend("cuda")
 
 
-def test_merge_refuses_inputs_that_do_not_fit() -> None:
-    for change, message in [
-        ({"r": 5}, "r is 5; of 10 tokens, 1 of them prefix tokens, merge from 0 to 4"),
-        ({"r": -1}, "r is -1"),
-        ({"prefix": 11}, "prefix is 11; pass an integer from 0 to 10"),
-        ({"size": torch.ones(1, 9)}, r"size has shape \(1, 9\); pass \(1, 10\)"),
-        ({"weight": torch.ones(10)}, r"weight has shape \(10,\); pass \(1, parts, 10\)"),
-        ({"weight": torch.ones(1, 10)}, r"weight has shape \(1, 10\)"),
-        ({"keys": torch.ones(1, 10, 4)}, r"keys have shape \(1, 10, 4\); pass \(1, H, 10, d\)"),
-        ({"keys": torch.ones(1, 2, 9, 4)}, r"keys have shape \(1, 2, 9, 4\)"),
-        ({"x": torch.ones(10, 4)}, r"x has shape \(10, 4\); pass tokens as \(B, T, C\)"),
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    q, ones = torch.ones(1, 2, 10, 16), torch.ones
+    attention = {"q": q, "k": q, "v": q, "size": ones(1, 10), "scale": 1.0, "prefix": 1}
+    merging = {"x": ones(1, 10, 4), "size": ones(1, 10), "keys": q, "weight": None, "r": 2}
+    for call, usual, change, message in [
+        (merge_tokens, merging, {"r": 5}, "r is 5; of 10 tokens, 1 of them prefix .* from 0 to 4"),
+        (merge_tokens, merging, {"r": -1}, "r is -1"),
+        (merge_tokens, merging, {"prefix": 11}, "prefix is 11; pass an integer from 0 to 10"),
+        (merge_tokens, merging, {"size": ones(1, 9)}, r"size has shape \(1, 9\); pass \(1, 10\)"),
+        (merge_tokens, merging, {"weight": ones(10)}, r"weight .* \(10,\); pass \(1, parts, 10\)"),
+        (merge_tokens, merging, {"weight": ones(1, 10)}, r"weight has shape \(1, 10\)"),
+        (merge_tokens, merging, {"keys": ones(1, 10, 4)}, r"keys .* \(1, 10, 4\); pass \(1, H, 10"),
+        (merge_tokens, merging, {"keys": ones(1, 2, 9, 4)}, r"keys have shape \(1, 2, 9, 4\)"),
+        (merge_tokens, merging, {"x": ones(10, 4)}, r"x has shape \(10, 4\); .* as \(B, T, C\)"),
+        (
+            proportional_attention,
+            attention,
+            {"k": q[:, :, 1:]},
+            r"k .* \(1, 2, 9, 16\); pass \(1, 2, 10",
+        ),
+        (proportional_attention, attention, {"size": ones(1, 9)}, r"size has shape \(1, 9\)"),
+        (proportional_attention, attention, {"prefix": 11}, "prefix is 11"),
+        (proportional_attention, attention, {"q": q[0]}, r"q has shape \(2, 10, 16\)"),
     ]:
-        inputs = {
-            "x": torch.ones(1, 10, 4),
-            "size": torch.ones(1, 10),
-            "keys": torch.ones(1, 2, 10, 4),
-            "weight": None,
-            "r": 2,
-            "prefix": 1,
-        }
         with pytest.raises(ValueError, match=message):
-            merge_tokens(**(inputs | change))  # type: ignore[arg-type]
-
-
-def test_attention_refuses_inputs_that_do_not_fit() -> None:
-    q = torch.ones(1, 2, 9, 16)
-    size = torch.ones(1, 9)
-    with pytest.raises(ValueError, match=r"k has shape \(1, 2, 8, 16\); pass \(1, 2, 9, 16\)"):
-        proportional_attention(q, q[:, :, 1:], q, size, scale=1.0, prefix=1)
+            call(**({"prefix": 1} | usual | change))  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"v is torch\.float64 and q is torch\.float32"):
-        proportional_attention(q, q, q.double(), size, scale=1.0, prefix=1)
-    with pytest.raises(ValueError, match=r"size has shape \(1, 8\)"):
-        proportional_attention(q, q, q, size[:, 1:], scale=1.0, prefix=1)
-    with pytest.raises(ValueError, match="prefix is 10"):
-        proportional_attention(q, q, q, size, scale=1.0, prefix=10)
-    with pytest.raises(ValueError, match=r"q has shape \(2, 9, 16\)"):
-        proportional_attention(q[0], q, q, size, scale=1.0, prefix=1)
+        proportional_attention(**(attention | {"v": q.double()}))  # type: ignore[arg-type]

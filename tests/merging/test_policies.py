@@ -11,23 +11,7 @@ from torch import Tensor
 
 import merging_oracle
 from bmfa import Grid
-from bmfa.merging import (
-    DCT,
-    CrossGET,
-    DiffRate,
-    EViT,
-    FixedPool,
-    FreeEnergy,
-    GridDCT,
-    LayerState,
-    PiToMe,
-    Policy,
-    RandomPool,
-    ReducedTokens,
-    ToFu,
-    ToMe,
-    parse,
-)
+from bmfa.merging import EViT, FixedPool, LayerState, Policy, RandomPool, ReducedTokens, ToMe, parse
 from bmfa.merging.kernels import eager
 from bmfa.merging.policies.base import kept_count, removed_count
 from bmfa.merging.policies.diffrate import DEIT_TINY
@@ -77,9 +61,9 @@ def arrays(state: LayerState, index: int) -> tuple[Array, Array, Array]:
     return x, size, merging_oracle.unit_mean_keys(k)
 
 
-def reduce_tokens(policy: Policy, state: LayerState) -> ReducedTokens:
+def reduce_tokens(policy: Policy | str, state: LayerState) -> ReducedTokens:
     """The result of a policy in a block in which it must act."""
-    reduced = policy.reduce(state)
+    reduced = (parse(policy) if isinstance(policy, str) else policy).reduce(state)
     assert reduced is not None
     return reduced
 
@@ -94,48 +78,42 @@ def check_reduced(
     np.testing.assert_allclose(reduced.size[index].numpy(), size, rtol=1e-6)
 
 
-def free_energy_pairs(state: LayerState, index: int) -> merging_oracle.Pairs:
-    features = merging_oracle.layer_norm(state.x[index].numpy())
-    weight = state.attention[index].double().numpy()
-    return merging_oracle.match_bipartite(features, weight, 4, state.prefix)
-
-
-def bipartite_pairs(state: LayerState, index: int) -> merging_oracle.Pairs:
-    return merging_oracle.match_bipartite(arrays(state, index)[2], None, 4, state.prefix)
-
-
-def pitome_pairs(state: LayerState, index: int) -> merging_oracle.Pairs:
-    return merging_oracle.pitome(arrays(state, index)[2], 4, state.prefix, state.layer, state.depth)
-
-
-def crossget_pairs(state: LayerState, index: int) -> merging_oracle.Pairs:
-    return merging_oracle.crossget(arrays(state, index)[2], 4, state.prefix)
+def expected_pairs(name: str, state: LayerState, index: int) -> merging_oracle.Pairs:
+    """The four pairs that a policy merges."""
+    x, _, keys = arrays(state, index)
+    if name == "pitome":
+        return merging_oracle.pitome(keys, 4, state.prefix, state.layer, state.depth)
+    if name == "crossget":
+        return merging_oracle.crossget(keys, 4, state.prefix)
+    if name == "free-energy":
+        keys, weight = merging_oracle.layer_norm(x), state.attention[index].double().numpy()
+        return merging_oracle.match_bipartite(keys, weight, 4, state.prefix)
+    return merging_oracle.match_bipartite(keys, None, 4, state.prefix)
 
 
 def test_policies_that_merge_pairs_match_the_reference() -> None:
-    pool, mlerp = merging_oracle.pool, merging_oracle.mlerp
-    for policy, layer, depth, pairs_of, average in [
-        (ToMe(4), 1, 4, bipartite_pairs, pool),
-        *((PiToMe(4), layer, 4, pitome_pairs, pool) for layer in range(4)),
-        (CrossGET(4), 1, 4, crossget_pairs, pool),
-        (ToFu(4), 1, 4, bipartite_pairs, None),  # prunes in the first half of the blocks
-        (ToFu(4), 2, 4, bipartite_pairs, mlerp),
-        (FreeEnergy(2), 1, 2, free_energy_pairs, pool),  # two blocks' worth in the second
+    for text, layer, depth in [
+        ("tome:4", 1, 4),
+        *(("pitome:4", layer, 4) for layer in range(4)),
+        ("crossget:4", 1, 4),
+        *(("tofu:4", layer, 4) for layer in (1, 2)),
+        ("free-energy:2", 1, 2),  # two blocks' worth in the second
     ]:
+        name, prunes = text.partition(":")[0], text == "tofu:4" and layer < 2
+        average = merging_oracle.mlerp if name == "tofu" and not prunes else merging_oracle.pool
         for seed, index in itertools.product(range(6), range(2)):
             state = layer_state(seed, layer=layer, depth=depth, prefix=seed % 3)
-            reduced = reduce_tokens(policy, state)
             x, size, _ = arrays(state, index)
-            pairs = pairs_of(state, index)
-            if isinstance(policy, PiToMe | CrossGET):
+            pairs = expected_pairs(name, state, index)
+            if name in ("pitome", "crossget"):
                 order = merging_oracle.kept_order(pairs, len(x))
             else:
                 order = merging_oracle.bipartite_order(pairs, len(x), state.prefix)
-            merged = pairs if average else []
+            merged = [] if prunes else pairs
             position = merging_oracle.assignment(merged, order, len(x))
-            assert position.count(-1) == (0 if average else 4)
-            expected = (average or pool)(x, size, merging_oracle.groups(merged, order))
-            check_reduced(reduced, index, *expected, position)
+            assert position.count(-1) == (4 if prunes else 0)
+            expected = average(x, size, merging_oracle.groups(merged, order))
+            check_reduced(reduce_tokens(text, state), index, *expected, position)
 
 
 def test_diffrate_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +123,7 @@ def test_diffrate_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         keep, final = 16 - seed % 4, prefix + 1 if few else 11
         monkeypatch.setitem(DEIT_TINY, "0.8g", ((99, keep, 99), (99, final, 99)))
         state = layer_state(seed, prefix=prefix)
-        reduced = reduce_tokens(DiffRate("0.8g"), state)
+        reduced = reduce_tokens(parse("diffrate:0.8g"), state)
         for index in range(2):
             x, size, _ = arrays(state, index)
             attention = state.attention[index].double().numpy()
@@ -155,23 +133,23 @@ def test_diffrate_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None
         if few:
             assert reduced.size.sum() < state.size.sum() - 5, "no cosine was negative"
         # The numbers learnt for more tokens than there are change nothing.
-        assert DiffRate("0.8g").reduce(layer_state(seed, layer=2)) is None
+        assert parse("diffrate:0.8g").reduce(layer_state(seed, layer=2)) is None
         monkeypatch.setitem(DEIT_TINY, "0.8g", ((99, 99), (99, 11)))
-        most = reduce_tokens(DiffRate("0.8g"), state)
+        most = reduce_tokens(parse("diffrate:0.8g"), state)
         assert most.x.shape[1] == 11 and most.assignment is not None
         assert int(most.assignment.min()) == 0
     # A budget prunes nothing, and the first block keeps all.
-    assert DiffRate(4).reduce(layer_state(0, layer=0)) is None
-    reduced = reduce_tokens(DiffRate(4), layer_state(0))
+    assert parse("diffrate:4").reduce(layer_state(0, layer=0)) is None
+    reduced = reduce_tokens(parse("diffrate:4"), layer_state(0))
     assert reduced.x.shape[1] == 21 - 4
     assert reduced.assignment is not None and int(reduced.assignment.min()) == 0
 
 
 def test_learnt_numbers_are_for_one_model() -> None:
-    DiffRate("0.8g").check(Grid(14, 14), 1, 12)
+    parse("diffrate:0.8g").check(Grid(14, 14), 1, 12)
     for grid, prefix, depth in ((Grid(14, 14), 2, 12), (Grid(14, 14), 1, 8), (Grid(16, 16), 1, 12)):
         with pytest.raises(ValueError, match="197 tokens in 12 blocks"):
-            DiffRate("0.8g").check(grid, prefix, depth)
+            parse("diffrate:0.8g").check(grid, prefix, depth)
     for keep, final in DEIT_TINY.values():
         assert len(keep) == len(final) == 12
         interleaved = [197, *itertools.chain(*zip(keep, final, strict=True))]
@@ -197,14 +175,14 @@ def test_evit_matches_the_reference() -> None:
 def test_dct_matches_the_reference() -> None:
     for share in [0.3, 0.5, 0.9]:
         state = layer_state(0, prefix=2)
-        reduced = reduce_tokens(DCT(share), state)
+        reduced = reduce_tokens(f"dct:{share}", state)
         for index in range(2):
             expected = merging_oracle.dct(state.x[index, 2:].numpy(), kept_count(share, 20))
             np.testing.assert_allclose(reduced.x[index, 2:].numpy(), expected, atol=1e-12)
         assert torch.equal(reduced.x[:, :2], state.x[:, :2])
         torch.testing.assert_close(reduced.size.sum(1), torch.full((2,), 22.0))
     state = layer_state(0, layer=0)
-    reduced = reduce_tokens(GridDCT(0.5), state)
+    reduced = reduce_tokens("dct2:0.5", state)
     rows, columns = 3, 4  # round(4 sqrt(0.5)), round(5 sqrt(0.5))
     for index in range(2):
         signal = state.x[index, 1:].view(4, 5, -1).numpy()
@@ -214,7 +192,7 @@ def test_dct_matches_the_reference() -> None:
             reduced.x[index, 1:].view(rows, columns, -1), expected, atol=1e-12
         )
     state.x.fill_(3.0)
-    for policy in [DCT(0.4), GridDCT(0.4)]:  # a constant signal keeps its value, there and back
+    for policy in ("dct:0.4", "dct2:0.4"):  # a constant signal keeps its value, there and back
         reduced = reduce_tokens(policy, state)
         torch.testing.assert_close(reduced.x, torch.full_like(reduced.x, 3.0))
         assert reduced.unmerge_matrix is not None
@@ -244,17 +222,10 @@ def test_fixed_tiles_with_remainders() -> None:
 
 
 def test_free_energy_removes_the_budget_of_all_blocks_in_a_few() -> None:
-    acting = {
-        1: [0],
-        2: [1],
-        3: [1],
-        4: [1],
-        8: [2, 4, 6],
-        12: [3, 5, 7, 9],
-        24: [*range(6, 23, 2)],
-    }
+    acting = {1: [0], 2: [1], 3: [1], 4: [1], 8: [2, 4, 6], 12: [3, 5, 7, 9]}
+    acting[24] = [*range(6, 23, 2)]
     for (depth, blocks), budget in itertools.product(acting.items(), [1, 3]):
-        policy, counts = FreeEnergy(budget), []
+        policy, counts = parse(f"free-energy:{budget}"), []
         for layer in range(depth):
             reduced = policy.reduce(layer_state(0, grid=(8, 12), layer=layer, depth=depth))
             counts.append(0 if reduced is None else 97 - reduced.x.shape[1])
@@ -263,8 +234,10 @@ def test_free_energy_removes_the_budget_of_all_blocks_in_a_few() -> None:
         assert [layer for layer, count in enumerate(counts) if count] == blocks[: sum(counts)]
         removed = [counts[layer] for layer in blocks]
         assert max(removed) - min(removed) <= 1 and removed[0] == max(removed)
-        assert FreeEnergy(0).reduce(layer_state(0, layer=blocks[0], depth=depth)) is None
-    reduced = reduce_tokens(FreeEnergy(0.95), layer_state(0, grid=(20, 20), layer=5, depth=12))
+        assert parse("free-energy:0").reduce(layer_state(0, layer=blocks[0], depth=depth)) is None
+    reduced = reduce_tokens(
+        parse("free-energy:0.95"), layer_state(0, grid=(20, 20), layer=5, depth=12)
+    )
     assert 401 - reduced.x.shape[1] == removed_count(0.95**3, 400)
 
 
@@ -288,7 +261,7 @@ def test_mass_times_distortion_bounds_the_loss_of_free_energy() -> None:
 def test_merging_conserves_sizes_and_weighted_sums() -> None:
     for name, prefix in itertools.product(MERGING, [0, 1, 3]):
         state = layer_state(5, prefix=prefix, layer=acting_block(name))
-        reduced = reduce_tokens(parse(name), state)
+        reduced = reduce_tokens(name, state)
         assert reduced.assignment is not None
         assert torch.equal(reduced.size.sum(1), state.size.sum(1))
         before = (state.x * state.size.unsqueeze(-1)).sum(1)
@@ -308,8 +281,8 @@ def test_images_of_a_batch_are_independent() -> None:
     for name in [*MERGING, "tofu:3", "diffrate:3", "evit:0.5", "dct:0.8"]:
         state = layer_state(8, layer=acting_block(name))
         of_second = {key: getattr(state, key)[1:] for key in ("x", "size", "k", "mass")}
-        together = reduce_tokens(parse(name), state)
-        single = reduce_tokens(parse(name), replace(state, **of_second))
+        together = reduce_tokens(name, state)
+        single = reduce_tokens(name, replace(state, **of_second))
         torch.testing.assert_close(together.x[1:], single.x, rtol=1e-12, atol=1e-12)
         assert torch.equal(together.size[1:], single.size)
 
@@ -321,7 +294,7 @@ def test_parse_and_str_are_inverse() -> None:
     assert parse("tome:1") == ToMe(1) and parse("tome:1.0") == ToMe(1.0)
     assert removed_count(1, 196) == 1 and removed_count(1.0, 196) == 0
     assert parse("random-pool:8", seed=3) == RandomPool(8, 3)
-    for policy, value in [(ToMe, "8"), (ToMe, True), (EViT, "0.5"), (FixedPool, 2.0), (DCT, None)]:
+    for policy, value in [(ToMe, "8"), (ToMe, True), (EViT, "0.5"), (FixedPool, 2.0)]:
         with pytest.raises(TypeError, match="pass"):
             policy(value)
 
@@ -329,8 +302,7 @@ def test_parse_and_str_are_inverse() -> None:
 def test_fractions_are_decimal_numbers() -> None:
     cases = [(0.95, 196, 187), (0.9, 10, 9), (0.55, 100, 55), (0.7, 10, 7), (0.975, 40, 39)]
     for share, tokens, left in [*cases, (1.0, 7, 7)]:
-        assert tokens - removed_count(share, tokens) == left
-        assert kept_count(share, tokens) == left
+        assert tokens - removed_count(share, tokens) == kept_count(share, tokens) == left
 
 
 def test_bad_names_say_what_is_accepted() -> None:
@@ -353,27 +325,28 @@ def test_bad_names_say_what_is_accepted() -> None:
 
 
 def test_budgets_beyond_the_tokens_of_the_grid_are_refused() -> None:
-    for policy, message in [
-        (
-            ToMe(99),
-            "tome:99 removes 99 tokens a block, but of the 196 tokens of a 14x14 grid at most",
+    rest = ",0" * 9
+    for name, message in [
+        ("tome:99", "removes 99 tokens a block, but of the 196 tokens of a 14x14 grid at most"),
+        *(
+            (f"{name}:99", "at most 98")
+            for name in ("free-energy", "pitome", "tofu", "random-pool")
         ),
-        *((policy(99), "at most 98") for policy in (FreeEnergy, PiToMe, ToFu, RandomPool)),
-        (CrossGET(196), "pass at most 195"),
-        (DiffRate(196), "pass at most 195"),
-        (DiffRate([1] + [0] * 11), "the first block never merges tokens; pass 0 for it"),
-        (ToMe([0, 1]), "has 2 counts, and the model has 12 blocks"),
-        (ToMe([98, 50] + [0] * 10), "removes 50 tokens in block 1, but of the 98 tokens"),
-        (FixedPool(15), "tiles larger than the 14x14 grid"),
+        ("crossget:196", "pass at most 195"),
+        ("diffrate:196", "pass at most 195"),
+        (f"diffrate:1,0,0{rest}", "the first block never merges tokens; pass 0 for it"),
+        ("tome:0,1", "has 2 counts, and the model has 12 blocks"),
+        (f"tome:98,50,0{rest}", "removes 50 tokens in block 1, but of the 98 tokens"),
+        ("fixed-pool:15", "tiles larger than the 14x14 grid"),
     ]:
         with pytest.raises(ValueError, match=message):
-            policy.check(Grid(14, 14), 1, 12)
-    ToMe([98, 49, 24] + [0] * 9).check(Grid(14, 14), 1, 12)
+            parse(name).check(Grid(14, 14), 1, 12)
+    parse(f"tome:98,49,24{rest}").check(Grid(14, 14), 1, 12)
 
 
 def test_a_block_with_too_few_tokens_removes_half_of_them() -> None:
     for name in ["tome:16", "pitome:16", "tofu:16", "free-energy:16"]:
-        reduced = reduce_tokens(parse(name), layer_state(0, grid=(1, 7)))
+        reduced = reduce_tokens(name, layer_state(0, grid=(1, 7)))
         assert reduced.x.shape[1] == 1 + 7 - 3
         assert parse(name).reduce(layer_state(0, grid=(1, 1))) is None
 
@@ -382,6 +355,6 @@ def test_gradients_flow_through_the_averages() -> None:
     for name in ["tome:3", "tofu:3", "diffrate:3", "evit:0.5", "free-energy:3"]:
         state = layer_state(1, layer=acting_block(name))
         state.x.requires_grad_()
-        reduce_tokens(parse(name), state).x.square().sum().backward()
+        reduce_tokens(name, state).x.square().sum().backward()
         assert state.x.grad is not None and bool(state.x.grad.isfinite().all())
         assert bool((state.x.grad != 0).any())

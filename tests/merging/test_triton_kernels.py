@@ -23,12 +23,11 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HALVES = (torch.float16, torch.bfloat16)
 needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
-slow = pytest.mark.slow
 
 
-def seed_ranges(fast: int, slow_until: int) -> pytest.MarkDecorator:
+def seeds(fast: int, slow_until: int) -> pytest.MarkDecorator:
     """Seeds of the default run, then those of the long one."""
-    more = pytest.param(range(fast, slow_until), marks=slow, id="more")
+    more = pytest.param(range(fast, slow_until), marks=pytest.mark.slow, id="more")
     return pytest.mark.parametrize("seeds", [pytest.param(range(fast), id="few"), more])
 
 
@@ -61,20 +60,13 @@ def random_sizes(seed: int, batch: int, tokens: int) -> Tensor:
     return torch.randint(1, 9, (batch, tokens), generator=generator).float().to(DEVICE)
 
 
-def attention_weights(q: Tensor, k: Tensor, size: Tensor, scale: float) -> Array:
-    """softmax(q k^T scale + log size) in float64, (B, H, T, T)."""
-    logits = np.einsum("bhid,bhjd->bhij", array(q), array(k)) * scale
-    logits += np.log(array(size))[:, None, None]
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.asarray(weights / weights.sum(-1, keepdims=True))
-
-
 def check_attention(q: Tensor, k: Tensor, v: Tensor, size: Tensor, prefix: int, mass: bool) -> None:
     scale = q.shape[-1] ** -0.5
     options = {"scale": scale, "prefix": prefix}
     output, masses = operators.proportional_attention(q, k, v, size, mass=mass, **options)
-    weights = attention_weights(q, k, size, scale)
-    exact = np.einsum("bhij,bhjd->bhid", weights, array(v))
+    images = zip(*map(array, (q, k, v, size)), strict=True)
+    formula = [merging_oracle.proportional_attention(*image, **options) for image in images]
+    exact, expected = (np.stack(parts) for parts in zip(*formula, strict=True))
     in_torch, _ = eager.proportional_attention(q, k, v, size, mass=True, **options)
     # Twice the error of the eager path, and one rounding of the largest value.
     rounding = torch.finfo(v.dtype).eps * np.abs(exact).max()
@@ -86,19 +78,19 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, size: Tensor, prefix: int, 
     if masses is None:
         return
     # Logits carry the rounding of float32 products of d terms and are exponentiated.
-    logit = np.abs(np.einsum("bhid,bhjd->bhij", np.abs(array(q)), np.abs(array(k)))).max() * scale
+    logit = (np.abs(array(q)) @ np.abs(array(k)).swapaxes(-1, -2)).max() * scale
     rtol = 2 * (q.shape[-1] + 8) * 2.0**-24 * max(1.0, logit)
     atol = 1e-12
     if q.dtype != torch.float32:
         # The weights are rounded once to half precision, whose least numbers are this far apart.
         rtol += torch.finfo(q.dtype).eps / 2
         atol = q.shape[1] * torch.finfo(q.dtype).smallest_normal * torch.finfo(q.dtype).eps
-    expected = weights[:, :, : prefix or None].mean(2).sum(1)  # (B, T)
-    np.testing.assert_allclose(array(masses).sum(1), expected, rtol=rtol, atol=atol)
+    # The mass is summed over heads, of which the formula takes the mean.
+    np.testing.assert_allclose(array(masses).sum(1) / q.shape[1], expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.usefixtures("poison")
-@seed_ranges(8, 18)
+@seeds(8, 18)
 def test_attention_is_the_formula(seeds: range) -> None:
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -119,12 +111,9 @@ def test_a_prefix_may_cross_tiles_and_blocks_of_keys() -> None:
 
 def test_two_blocks_hold_all_keys_with_little_padding() -> None:
     for tokens in [1, 15, 16, 31, 133, 189, 197, 256, 257, 300, 512]:
-        first, second = attention.key_blocks(tokens)
-        assert first + second >= tokens
-        assert all(
-            block == 0 or (block >= 16 and block & (block - 1) == 0) for block in (first, second)
-        )
-        assert first + second <= max(16, 4 * tokens // 3 + 16)
+        blocks = attention.key_blocks(tokens)
+        assert tokens <= sum(blocks) <= max(16, 4 * tokens // 3 + 16)
+        assert all(block == 0 or (block >= 16 and block.bit_count() == 1) for block in blocks)
 
 
 def test_several_tiles_per_program_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +191,7 @@ def merge_case(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
 
 
 @pytest.mark.usefixtures("poison")
-@seed_ranges(9, 24)
+@seeds(9, 24)
 def test_merge_is_the_definition(seeds: range) -> None:
     for weighted, seed in itertools.product([False, True], seeds):
         x, size, keys, parts, r, prefix = merge_case(seed)
@@ -211,7 +200,7 @@ def test_merge_is_the_definition(seeds: range) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@seed_ranges(2, 6)
+@seeds(2, 6)
 def test_features_are_unit_mean_keys_or_layer_norms(seeds: range) -> None:
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)

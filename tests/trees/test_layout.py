@@ -14,10 +14,15 @@ def layouts() -> list[Layout]:
     return made + [tile_layout(Grid(height, width), side) for height, width, side in TILES]
 
 
+def token_boxes(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """(t, 4) boxes of tokens by their raster index."""
+    top, left = tokens // width, tokens % width
+    return torch.stack((top, left, top + 1, left + 1), -1)
+
+
 def rows(level: Level, width: int) -> torch.Tensor:
     """(n + t, 4) boxes of the rows [blocks | tokens]."""
-    top, left = level.tokens // width, level.tokens % width
-    return torch.cat((level.boxes, torch.stack((top, left, top + 1, left + 1), -1)))
+    return torch.cat((level.boxes, token_boxes(level.tokens, width)))
 
 
 def block_sizes(level: Level) -> torch.Tensor:
@@ -39,19 +44,11 @@ def test_boxes_of_fourteen_squared():
     assert [level.size for level in levels] == [1, 4, 16, 60, 0]
 
 
-def test_depth_is_that_of_the_quadtree():
-    for height in range(1, 20):
-        for width in (1, 2, 3, 5, 8, 9, 16, 17, 33):
-            grid = Grid(height, width)
-            assert grid.depth == len(quadtree_layout(grid).levels) - 1
-
-
 def test_layouts_are_built_once():
-    assert quadtree_layout(Grid(9, 11)) is quadtree_layout(Grid(9, 11))
+    layout = quadtree_layout(Grid(9, 11))
+    assert quadtree_layout(Grid(9, 11)) is layout is not quadtree_layout(Grid(11, 9))
     assert tile_layout(Grid(9, 11), 4) is tile_layout(Grid(9, 11), 4)
     assert tile_layout(Grid(9, 11), 4) is not tile_layout(Grid(9, 11), 3)
-    assert quadtree_layout(Grid(9, 11)) is not quadtree_layout(Grid(11, 9))
-    layout = quadtree_layout(Grid(9, 11))
     assert layout.to("cpu") is layout
     assert layout.to("meta") is layout.to("meta")
     assert layout.to("meta").device.type == "meta"
@@ -59,72 +56,54 @@ def test_layouts_are_built_once():
 
 def test_every_token_ends_at_one_level():
     for layout in layouts():
+        everything = torch.arange(layout.grid.size)
         tokens = torch.cat([level.tokens for level in layout.levels])
-        assert torch.equal(tokens.sort().values, torch.arange(layout.grid.size))
+        assert torch.equal(tokens.sort().values, everything)
         starts = torch.cat([level.token_starts for level in layout.levels])
         assert torch.equal(layout.token_rank[tokens], starts)
-        assert torch.equal(layout.token_rank.sort().values, torch.arange(layout.grid.size))
+        assert torch.equal(layout.token_rank.sort().values, everything)
+        if layout is quadtree_layout(layout.grid):
+            assert layout.grid.depth == len(layout.levels) - 1
+            assert torch.equal(layout.token_rank.argsort(), layout.grid.z_order)
+        else:
+            assert bool((layout.levels[0].starts.diff() > 0).all())
+
+
+def test_offsets_count_the_blocks():
+    for layout in layouts():
+        sizes = torch.tensor([level.size for level in layout.levels])
+        assert layout.offsets == (0, *sizes.cumsum(0).tolist())
+        assert layout.block_count == layout.offsets[-1]
+        assert sizes[-1] == 0, "the last level holds single tokens alone"
+        assert all(bool((block_sizes(level) > 1).all()) for level in layout.levels)
 
 
 def test_children_fill_their_parents():
     for layout in layouts():
         width = layout.grid.width
-        for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+        every_token = token_boxes(torch.arange(layout.grid.size), width)
+        for depth, level in enumerate(layout.levels[:-1]):
+            below = layout.levels[depth + 1]
             boxes = rows(below, width)
-            area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
             children = boxes[level.children]  # (n, k, 4)
-            assert bool((area[level.children] * level.present).sum(1).eq(block_sizes(level)).all())
-            inside = torch.cat(
-                (
-                    children[..., :2] >= level.boxes[:, None, :2],
-                    children[..., 2:] <= level.boxes[:, None, 2:],
-                ),
-                -1,
-            )
-            assert bool(inside.all())
+            area = (children[..., 2:] - children[..., :2]).prod(-1) * level.present
+            assert torch.equal(area.sum(1), block_sizes(level))
+            assert bool((children[..., :2] >= level.boxes[:, None, :2]).all())
+            assert bool((children[..., 2:] <= level.boxes[:, None, 2:]).all())
             # Each row of the level below is the child of one parent, and knows it.
-            parents = torch.arange(level.size)[:, None].expand_as(level.children)
             listed = level.children[level.present]
             assert torch.equal(listed.sort().values, torch.arange(len(boxes)))
             known = torch.cat((below.parents, below.token_parents))
-            assert torch.equal(known[listed], parents[level.present])
-
-
-def test_starts_follow_from_the_counts():
-    for layout in layouts():
-        for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+            assert torch.equal(known[listed], level.present.nonzero()[:, 0])
+            # The first child starts where its parent does, the next where the first ends.
             starts = torch.cat((below.starts, below.token_starts))[level.children]
-            sizes = torch.cat((block_sizes(below), torch.ones_like(below.tokens)))
-            counts = sizes[level.children]
-            counts = counts * level.present
-            expected = level.starts[:, None] + counts.cumsum(1) - counts
+            expected = level.starts[:, None] + area.cumsum(1) - area
             assert torch.equal(starts[level.present], expected[level.present])
-
-
-def test_rows_of_children_are_gathered():
-    """`Layout.children` on the boxes themselves gives what the index tensors say."""
-    for layout in layouts():
-        width = layout.grid.width
-        every_token = torch.arange(layout.grid.size)
-        top, left = every_token // width, every_token % width
-        tokens = torch.stack((top, left, top + 1, left + 1), -1)
-        for depth, level in enumerate(layout.levels[:-1]):
-            below = layout.levels[depth + 1]
-            gathered = layout.gather_children(depth, below.boxes, tokens)
-            assert torch.equal(gathered, rows(below, width)[level.children])
+            # Gathered rows are those of the index tensors; without tokens, theirs are 0.
+            gathered = layout.gather_children(depth, below.boxes, every_token)
+            assert torch.equal(gathered, children)
             zeroed = layout.gather_children(depth, torch.ones_like(below.boxes), None)
-            block = level.children < below.size
-            assert torch.equal(zeroed[..., 0].bool(), block)
-
-
-def test_offsets_count_the_blocks():
-    for layout in layouts():
-        sizes = [level.size for level in layout.levels]
-        assert layout.offsets[0] == 0 and layout.block_count == sum(sizes) == layout.offsets[-1]
-        assert [b - a for a, b in zip(layout.offsets, layout.offsets[1:], strict=False)] == sizes
-        assert sizes[-1] == 0, "the last level holds single tokens alone"
-        for level in layout.levels:
-            assert bool((block_sizes(level) > 1).all())
+            assert torch.equal(zeroed[..., 0].bool(), level.children < below.size)
 
 
 def test_tiles_have_remainders_at_the_right_and_the_bottom():
@@ -139,14 +118,6 @@ def test_tiles_have_remainders_at_the_right_and_the_bottom():
     assert first.tokens.tolist() == [15] and first.token_starts.tolist() == [15]
     assert tile_layout(Grid(3, 4), 1).block_count == 0
     assert tile_layout(Grid(3, 4), 4).levels[0].boxes.tolist() == [[0, 0, 3, 4]]
-
-
-def test_the_tokens_of_a_quadtree_are_in_z_order():
-    for layout in layouts():
-        if layout is quadtree_layout(layout.grid):
-            assert torch.equal(layout.token_rank.argsort(), layout.grid.z_order)
-        else:
-            assert torch.equal(layout.levels[0].starts.sort().values, layout.levels[0].starts)
 
 
 def test_partition_labels_the_blocks_of_every_level():

@@ -13,7 +13,7 @@ from bmfa.grid import Grid
 from bmfa.trees.build import screen, screen_keys
 from bmfa.trees.rules import LABELS
 from bmfa.trees.tree import Tree
-from cases import random_scores
+from cases import every_rule, random_scores
 from tree_oracle import Oracle, OracleTree, distance, leaf_budget
 
 # Sides whose quadtrees have strips of one token across among them: 1xn, 2xn, 3x8, 4x16.
@@ -23,30 +23,6 @@ SHAPES = (
 )  # fmt: skip
 # Rounding of a score, in units of the dtype's spacing times the size of what it is computed from.
 ROUNDINGS = 64
-
-
-def every_rule(generator: np.random.Generator) -> list[rules.Rule]:
-    """One of each kind, by random thresholds; `leaves` fits every mask of at least one token."""
-    epsilons = generator.choice([0.0, 1e-3, 0.02, 0.3, 1.0, 10.0], size=7).tolist()
-    shares = generator.choice([1e-6, 1e-4, 1e-3, 1e-2, 0.1], size=3).tolist()
-    return [
-        rules.Gamma(epsilons[0]),
-        rules.Gamma(epsilons[1], lookahead=2),
-        rules.Gamma(epsilons[2], lookahead=3),
-        rules.ExactGap(epsilons[3]),
-        rules.Certified(epsilons[4]),
-        rules.Mass(shares[0]),
-        rules.Mass(shares[1], coarse=True),
-        rules.Optimal(shares[2]),
-        rules.Optimal(leaves=float(generator.choice([1e-9, 0.2, 0.5]))),
-        rules.Optimal(error=float(generator.choice([1e-3, 0.05, 0.5]))),
-        rules.FixedDepth(int(generator.integers(0, 4))),
-        rules.FixedBlocks(int(generator.integers(1, 5))),
-        rules.QuadrantGap(epsilons[5]),
-        rules.Variance(epsilons[6]),
-        rules.RandomQuadrants(0.5, int(generator.integers(100))),
-        rules.GlobalMean(),
-    ]
 
 
 @dataclass
@@ -79,9 +55,8 @@ def random_batch(
 
 def split_boxes(tree: Tree) -> list[set[tuple[int, ...]]]:
     """The blocks that each tree of a flat batch splits."""
-    boxes = torch.cat([level.boxes for level in tree.layout.levels]).tolist()
-    columns = tree.split.T.tolist()
-    return [{tuple(boxes[i]) for i, made in enumerate(c) if made} for c in columns]
+    boxes = torch.cat([level.boxes for level in tree.layout.levels])
+    return [set(map(tuple, boxes[column].tolist())) for column in tree.split.T]
 
 
 def is_tie(tree: Tree, split: set[tuple[int, ...]], expected: OracleTree, near: float) -> bool:
@@ -89,15 +64,13 @@ def is_tie(tree: Tree, split: set[tuple[int, ...]], expected: OracleTree, near: 
 
     Steps of a budget that tie may be made in part, as long as the budget holds.
     """
-    rule = expected.rule
+    rule, within = expected.rule, True
     reached = expected.verdicts.items()
     wrong = [v for node, v in reached if (node.box in split) != (node.box in expected.split)]
     if isinstance(rule, rules.Optimal) and rule.leaves is not None:
         within = int(tree.leaf_count) <= leaf_budget(rule, expected.oracle.root.count)
     elif isinstance(rule, rules.Optimal) and rule.error is not None:
         within = float(tree.error(torch.from_numpy(expected.oracle.scores).flatten())) <= rule.error
-    else:
-        within = True
     return within and bool(wrong) and all(distance(verdict) < near for verdict in wrong)
 
 
@@ -125,8 +98,7 @@ def check_trees(
         assert float(tree.leaf_ratio) == pytest.approx(len(expected.leaves) / oracle.root.count)
         if trees.valid is None:
             assert [tuple(box) for box in tree.leaf_boxes.tolist()] == expected.leaves
-        limited = zip(tree.depth_limited.tolist(), expected.depth_limited, strict=True)
-        if any(one != other for one, other in limited):
+        if tree.depth_limited.tolist() != expected.depth_limited:
             reached = [expected.verdicts.get(leaf) for leaf in expected.leaf_nodes]
             assert any(verdict and distance(verdict) < near for verdict in reached)
         error = expected.error()
@@ -140,58 +112,61 @@ def check_trees(
                 assert LABELS[label] == other or apart < near
 
 
-@pytest.mark.parametrize(
-    ("batches", "rows", "dtype"),
-    [
-        (range(20), 4, torch.float64),
-        (range(100, 120), 2, torch.float32),
-        pytest.param(range(20, 80), 10, torch.float64, marks=pytest.mark.slow),
-        pytest.param(range(120, 160), 10, torch.float32, marks=pytest.mark.slow),
-    ],
-)
-def test_trees_equal_the_oracle(batches: range, rows: int, dtype: torch.dtype) -> None:
+def check_batches(batches: range, rows: int, dtype: torch.dtype) -> None:
     report, single = Report(), dtype == torch.float32
     for seed in batches:
         scores, valid, tau, limit = random_batch(seed, rows, 10.0 if single else 1e4)
-        scores = scores.astype(np.float32) if single else scores
-        grid = Grid(*scores.shape[1:])
+        grid, scores = Grid(*scores.shape[1:]), torch.from_numpy(scores).to(dtype)
         masks = np.broadcast_to(valid, scores.shape)
-        oracles = [Oracle(*pair, tau, limit) for pair in zip(scores, masks, strict=True)]
-        flat, mask = torch.from_numpy(scores).flatten(1), torch.from_numpy(valid).flatten(1)
-        flat = flat.masked_fill(~mask, torch.nan)  # what does not exist may hold anything
+        oracles = [Oracle(*pair, tau, limit) for pair in zip(scores.numpy(), masks, strict=True)]
+        mask = torch.from_numpy(valid).flatten(1)
+        flat = scores.flatten(1).masked_fill(
+            ~mask, torch.nan
+        )  # what does not exist may hold anything
+        unmasked = bool(mask.all()) and seed % 2 == 0
+        options = {"tau": tau, "max_depth": limit, "valid": None if unmasked else mask}
         for rule in every_rule(np.random.default_rng(seed)):
             # A budget is searched among gains down to 1e-30 of Z; some grids have smaller ones.
             if not (single and isinstance(rule, rules.Optimal) and rule.penalty is None):
-                everything = bool(mask.all()) and seed % 2 == 0
-                tree = screen(
-                    flat, grid, rule, tau=tau, max_depth=limit, valid=None if everything else mask
-                )
-                check_trees(tree, rule, flat, oracles, report)
+                check_trees(screen(flat, grid, rule, **options), rule, flat, oracles, report)
     assert report.trees == len(batches) * rows * (14 if single else 16)
     assert report.ties <= report.trees // (100 if single else 1000) + 1, report
 
 
+def test_trees_equal_the_oracle() -> None:
+    check_batches(range(20), 4, torch.float64)
+    check_batches(range(100, 120), 2, torch.float32)
+
+
+@pytest.mark.slow
+def test_more_trees_equal_the_oracle() -> None:
+    check_batches(range(20, 80), 10, torch.float64)
+    check_batches(range(120, 160), 10, torch.float32)
+
+
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_trees_from_keys_equal_the_oracle(step: int) -> None:
+    """With a mask for each image, or one for each head that is repeated for its queries."""
     report = Report()
-    for seed, one_mask in itertools.product(range(0, len(SHAPES), step), [False, True]):
-        height, width = SHAPES[seed]
-        generator = np.random.default_rng(seed)
-        q, k = generator.normal(size=(4, 3, 6)), generator.normal(size=(4, height * width, 6))
-        q *= generator.choice([0.3, 3.0, 12.0], size=(4, 1, 1))
-        k += generator.choice([0.0, 100.0], size=(4, 1, 1))
-        valid = generator.random((1 if one_mask else 4, 1, height * width)) < 0.7
-        valid[..., seed % valid.shape[-1]] = True
-        scores = (q @ k.swapaxes(1, 2)).reshape(12, height, width)
-        masks = np.broadcast_to(valid, (4, 3, height * width)).reshape(scores.shape)
-        oracles = [Oracle(*pair, 0.7) for pair in zip(scores, masks, strict=True)]
-        spoilt = np.where(valid.swapaxes(1, 2), k, np.nan)
-        queries, keys, mask = (torch.from_numpy(x) for x in (q, spoilt, valid))
+    for seed, masked_heads in itertools.product(range(0, len(SHAPES), step), [1, 2]):
+        shape = SHAPES[seed]
+        tokens, generator = shape[0] * shape[1], np.random.default_rng(seed)
+        q, k = generator.normal(size=(2, 2, 3, 6)), generator.normal(size=(2, 2, tokens, 6))
+        q *= generator.choice([0.3, 3.0, 12.0], size=(2, 2, 1, 1))
+        k += generator.choice([0.0, 100.0], size=(2, 2, 1, 1))
+        valid = generator.random((2, masked_heads, 1, tokens)) < 0.7
+        valid[..., seed % tokens] = True
+        scores, masks = q @ k.swapaxes(-1, -2), np.broadcast_to(valid, (2, 2, 3, tokens))
+        rows = (x.reshape(12, *shape) for x in (scores, masks))
+        oracles = [Oracle(*pair, 0.7) for pair in zip(*rows, strict=True)]
+        spoilt = np.where(valid.swapaxes(-1, -2), k, np.nan)  # what does not exist may be anything
+        mask = np.ascontiguousarray(valid if masked_heads == 1 else masks)
+        queries, keys, mask = (torch.from_numpy(x) for x in (q, spoilt, mask))
         for rule in every_rule(generator):
             if rule.needs != "nothing":
                 options = {"scale": 1.0, "tau": 0.7, "valid": mask}
-                tree = screen_keys(queries, keys, Grid(height, width), rule, **options)
-                flat = torch.from_numpy(scores).flatten(1)
+                tree = screen_keys(queries, keys, Grid(*shape), rule, **options)
+                flat = torch.from_numpy(scores).flatten(0, 2)
                 check_trees(tree.flat(), rule, flat, oracles, report)
     assert report.trees == 2 * 12 * 12 * len(SHAPES[::step])
     assert report.ties <= report.trees // 500, report
@@ -209,18 +184,16 @@ def test_trees_that_are_shared_equal_the_oracle() -> None:
         flat, mask = torch.from_numpy(scores).flatten(1), torch.from_numpy(valid).flatten()
         for rule in (rules.ExactGap(3.0), rules.Gamma(3.0, lookahead=2), rules.Mass(1e-3)):
             tree = screen(flat, Grid(*shape), rule, tau=0.3, valid=mask, share=0)
-            judges = [oracle._judge(rule, None) for oracle in oracles]
-            scored = [
-                {n.box: judge(n)[0] for n in o.blocks}
-                for o, judge in zip(oracles, judges, strict=True)
-            ]
+            blocks = [{node.box: node for node in oracle.blocks} for oracle in oracles]
+            judges = [oracle.judge(rule) for oracle in oracles]
             want, reached = set(), [oracles[0].root]
             while reached:
                 node = reached.pop()
-                worst = max(boxes.get(node.box, 0.0) for boxes in scored)
-                if node.count > 1 and worst > rule.epsilon:
-                    want.add(node.box)
-                    reached += node.children
+                if node.count > 1:
+                    pairs = zip(judges, blocks, strict=True)
+                    if max(judge(nodes[node.box])[0] for judge, nodes in pairs) > rule.epsilon:
+                        want.add(node.box)
+                        reached += node.children
             assert split_boxes(tree) == [want]
 
 

@@ -432,7 +432,8 @@ class Plan(PlanFile):
         """Return the table that `print` shows.
 
         Returns:
-            A row for the chosen setting of every layer.
+            A row for the chosen setting of every layer, with the keys `layer`, `setting`,
+            `change_alone`, `milliseconds`, `dense_milliseconds` and `speedup`.
 
         Example:
             >>> Plan.load("plan.json").table()[2]  # doctest: +SKIP

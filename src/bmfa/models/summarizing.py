@@ -229,7 +229,7 @@ def summary(model: nn.Module) -> Summary:
         >>> model = bmfa.load_model("embedded").model
         >>> _ = bmfa.patch(model, rule="fixed-depth:2", layers=[6, 7])(torch.zeros(1, 3, 112, 112))
         >>> [(row.layer, row.form, row.backend) for row in bmfa.summary(model)][5:]
-        [(5, 'dense', 'host'), (6, 'representative', 'eager'), (7, 'representative', 'eager')]
+        [(5, 'dense', 'host'), (6, 'tree', 'eager'), (7, 'tree', 'eager')]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
