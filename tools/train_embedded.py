@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 from bmfa.checks import check_integer, check_number
 from bmfa.data.drawn.badges import GRAIN, draw_badge_batch, draw_badge_parts, grain_weights
 from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.evidence.metrics import mask_iou
 from bmfa.files import write_atomic
-from bmfa.models.embedded import mask_iou
 from bmfa.models.embedded.model import (
     GRID_SIZE,
     IMAGE_SIZE,
@@ -618,7 +618,7 @@ def evaluate(
             inputs = preprocess(pixels.to(weight.device)).to(weight.dtype)
             logits, found = model.forward_dense(inputs)
         right += int((logits.argmax(1).cpu() == labels).sum())
-        overlap += float(mask_iou(found.cpu(), masks).sum())
+        overlap += float(mask_iou(found.cpu() > 0, masks).sum())
     return {
         "top1_percent": round(100.0 * right / images, 3),
         "mask_iou": round(overlap / images, 4),

@@ -9,11 +9,12 @@ import model_records
 from bmfa.data import draw_badge_batch
 from bmfa.evidence.comparison import run as comparison
 from bmfa.evidence.comparison.run import match_value
+from bmfa.evidence.metrics import mask_iou
 from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.claims import Verdict
 from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import load_model, patch, unpatch
-from bmfa.models.embedded import mask_iou, preprocess
+from bmfa.models.embedded import preprocess
 
 
 def test_rows_are_matched_complete_and_those_of_the_patched_model():
@@ -48,7 +49,7 @@ def test_rows_are_matched_complete_and_those_of_the_patched_model():
     right = (logits.argmax(1) == torch.from_numpy(labels)).double().mean()
     assert fixed["agreement_percent"] == pytest.approx(100 * agreeing.item())
     assert fixed["top1_percent"] == pytest.approx(100 * right.item())
-    overlap = mask_iou(found, torch.from_numpy(masks)).mean().item()
+    overlap = mask_iou(found > 0, torch.from_numpy(masks)).mean().item()
     assert fixed["mask_iou"] == pytest.approx(overlap, abs=1e-3)
 
 

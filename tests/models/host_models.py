@@ -1,7 +1,9 @@
 """Small models of every supported host with random weights, shared by the tests of models."""
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from bmfa.attention.kernels.native import library
 from bmfa.models import embedded
+from bmfa.models.replacement import AttentionReplacement, replacement_of
 from bmfa.packages import load_package
 
 # The backend of tiles on a CPU, without gradients.
@@ -165,6 +168,12 @@ def make_model(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
+def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacement]]:
+    """The modules whose attention is replaced, with the replacements."""
+    pairs = ((module, replacement_of(module)) for module in model.modules())
+    return [(module, one) for module, one in pairs if isinstance(one, AttentionReplacement)]
+
+
 def images(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
@@ -177,6 +186,18 @@ def run(model: nn.Module, pixels: Tensor, **options: Any) -> Tensor:
         if hasattr(output, name):
             return getattr(output, name)
     return output
+
+
+def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What functions return that start at the same time, each in a thread of its own."""
+    start = threading.Barrier(len(works))
+
+    def serve(work: Callable[[], Any]) -> Any:
+        start.wait(timeout=60)
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(serve, works))
 
 
 def image_size(name: str) -> int:

@@ -81,35 +81,7 @@ def naflex(**options: Any) -> Callable[[], nn.Module]:
 
 
 def naflex_inputs(seed: int = 1) -> Inputs:
-    """Images of 12x8 and 6x10 patches, 100 tokens with padding; the second one is out of order."""
-    generator = _generator(seed)
-    coordinates = torch.zeros(2, 100, 2, dtype=torch.long)
-    valid = torch.zeros(2, 100, dtype=torch.bool)
-    for row, (height, width) in enumerate(((12, 8), (6, 10))):
-        places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
-        if row == 1:
-            places = places[torch.randperm(len(places), generator=_generator(0))]
-        coordinates[row, : len(places)], valid[row, : len(places)] = places, True
-    patches = torch.randn(2, 100, 48, generator=generator)
-    return {"x": {"patches": patches, "patch_coord": coordinates, "patch_valid": valid}}
-
-
-def hiera() -> nn.Module:
-    """Global attention over 16x16, 8x8 and 4x4 tokens, heads of dimension 96."""
-    model: nn.Module = load_package("timm").create_model(
-        "hiera_tiny_224",
-        img_size=(64, 128),
-        num_classes=5,
-        embed_dim=24,
-        stages=(1, 2, 3, 1),
-        head_mul=1.0,
-        mask_unit_attn=(True, False, False, False),
-    )
-    return model
-
-
-def hiera_inputs(seed: int = 1) -> Inputs:
-    return {"x": torch.randn(2, 3, 64, 128, generator=_generator(seed))}
+    return {"x": torch.randn(2, 3, 32, 48, generator=_generator(seed))}
 
 
 def sam2() -> nn.Module:
@@ -131,63 +103,6 @@ def sam2() -> nn.Module:
 
 def sam2_inputs(seed: int = 1) -> Inputs:
     return {"pixel_values": torch.randn(2, 3, 64, 128, generator=_generator(seed))}
-
-
-_RELATIVE = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "image_size": 32,
-    "patch_size": 4,
-    "window_size": 4,
-}
-
-
-def sam() -> nn.Module:
-    """SAM with global attention over 8x8 tokens in blocks 0 and 2."""
-    transformers = load_package("transformers")
-    config = transformers.SamVisionConfig(
-        **_RELATIVE, global_attn_indexes=[0, 2], mlp_dim=48, output_channels=8
-    )
-    model: nn.Module = transformers.SamVisionModel(config)
-    return model
-
-
-def timm_sam() -> nn.Module:
-    model: nn.Module = load_package("timm").create_model(
-        "samvit_base_patch16",
-        img_size=32,
-        patch_size=4,
-        embed_dim=24,
-        depth=3,
-        num_heads=3,
-        window_size=4,
-        global_attn_indexes=(0, 2),
-        num_classes=5,
-        neck_chans=8,
-    )
-    return model
-
-
-def vitdet() -> nn.Module:
-    transformers = load_package("transformers")
-    config = transformers.VitDetConfig(
-        **_RELATIVE,
-        pretrain_image_size=32,
-        window_block_indices=[1],
-        use_relative_position_embeddings=True,
-    )
-    model: nn.Module = transformers.VitDetModel(config)
-    return model
-
-
-def square_inputs(seed: int = 1) -> Inputs:
-    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=_generator(seed))}
-
-
-def wide_inputs(seed: int = 1) -> Inputs:
-    """Images of another size than the tables of relative positions are for."""
-    return {"pixel_values": torch.randn(2, 3, 32, 48, generator=_generator(seed))}
 
 
 _QWEN3 = {
@@ -241,11 +156,7 @@ SEQUENCES = sorted(PACKED)
 PACKED |= {
     "naflex": (naflex(pos_embed_use_grid_sample=True), naflex_inputs),
     "naflex-rope": (naflex(rope_type="axial"), naflex_inputs),
-    "hiera": (hiera, hiera_inputs),
     "sam2": (sam2, sam2_inputs),
-    "sam": (sam, square_inputs),
-    "timm-sam": (timm_sam, lambda seed: {"x": square_inputs(seed)["pixel_values"]}),
-    "vitdet": (vitdet, wide_inputs),
 }
 
 

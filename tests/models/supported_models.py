@@ -181,16 +181,13 @@ SUPPORTED: dict[str, Supported] = {
     "qwen2-vl": packed("qwen2-vl", "transformers", "Qwen2-VL vision"),
     "qwen2.5-vl": packed("qwen2.5-vl", "transformers", "Qwen2.5-VL vision, blocks with full attention"),
     "qwen3-vl": packed("qwen3-vl", "transformers", "Qwen3-VL vision, also MoE"),
-    "naflex": packed("naflex", "timm", "`NaFlexVit`", prefix=3, tokens="class, registers; padding"),
-    "hiera": packed("hiera", "timm", "`Hiera`, blocks with global attention", fullgraph=True),
+    "naflex": packed(
+        "naflex", "timm", "`NaFlexVit`, images of one size", prefix=3, tokens="class, registers",
+        fullgraph=True,
+    ),
     "sam2": packed(
         "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
     ),
-    "timm-sam": packed(
-        "timm-sam", "timm", "`VisionTransformerSAM`, blocks with global attention", fullgraph=True
-    ),
-    "sam": packed("sam", "transformers", "SAM vision, blocks with global attention", fullgraph=True),
-    "vitdet": packed("vitdet", "transformers", "ViTDet, blocks with global attention", fullgraph=True),
 }  # fmt: skip
 
 
@@ -203,20 +200,10 @@ def siglip2_inputs(seed: int = 1) -> Inputs:
     return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": sizes}
 
 
-def vit_mae_inputs(seed: int = 1) -> Inputs:
-    """Images, and the noise that puts the patches in an order."""
-    generator = torch.Generator().manual_seed(seed)
-    return images(seed) | {"noise": torch.rand(2, 64, generator=generator)}
-
-
 SUPPORTED |= {
     "siglip2": Supported(
         "transformers", "SigLIP2 vision", hf("Siglip2VisionConfig", "Siglip2VisionModel"), 0,
         tokens="padding", inputs=siglip2_inputs, fullgraph=False,
-    ),
-    "vit-mae": Supported(
-        "transformers", "ViT-MAE with `mask_ratio` 0", hf("ViTMAEConfig", "ViTMAEModel", mask_ratio=0.0),
-        1, tokens="class", inputs=vit_mae_inputs,
     ),
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Dense or tiles, decided for each call from its shapes: bits, sizes in turn, recording, graphs."""
 
 import copy
+import itertools
 import pickle
-import threading
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,7 @@ from models.host_models import (
     hf_model,
     image_size,
     images,
+    in_threads,
     make_model,
     run,
     timm_model,
@@ -56,12 +58,9 @@ def test_the_sizes_of_this_file_are_on_both_sides_of_the_threshold() -> None:
     assert scores < min(LEAST_EXACT_SCORES.values())
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_dense_layers_have_the_bits_of_the_model(
-    autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_layers_have_the_bits_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BMFA_NATIVE", "off")
-    for name in MODELS:
+    for name, autocast in itertools.product(MODELS, (False, True)):
         model, pixels = make_model(name), images(image_size(name), image_size(name))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             expected = run(model, pixels)
@@ -149,26 +148,14 @@ def test_threads_with_dense_and_tiled_sizes(name: str) -> None:
     forced = patch(copy.deepcopy(original), allow_dense=False, **TILES)
     shown = {SMALL: pixels_of(SMALL), LARGE: pixels_of(LARGE)}
     expected = {SMALL: run(original, shown[SMALL]), LARGE: run(forced, shown[LARGE])}
-    wrong: list[object] = []
     model = patch(copy.deepcopy(original), **TILES)
-    start = threading.Barrier(4)
-
-    def serve(size: int, times: int) -> None:
-        try:
-            start.wait(timeout=60)
-            for _ in range(times):
-                if not torch.equal(run(model, shown[size]), expected[size]):
-                    wrong.append(size)
-        except Exception as error:
-            wrong.append(error)
-
     work = [(SMALL, 30), (SMALL, 30), (LARGE, 2), (LARGE, 2)]
-    threads = [threading.Thread(target=serve, args=one) for one in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+
+    def serve(size: int, times: int) -> bool:
+        outputs = [run(model, shown[size]) for _ in range(times)]
+        return all(torch.equal(output, expected[size]) for output in outputs)
+
+    assert all(in_threads([partial(serve, *one) for one in work]))
 
 
 def test_a_copied_attention_does_not_copy_the_model() -> None:

@@ -3,9 +3,10 @@
 import copy
 import gc
 import io
-import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from bmfa.models import final_tokens, patch, reduce, unmerge, unpatch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.models.token_reduction import find_reduction
 from bmfa.packages import load_package
-from models.host_models import HF, VIT
+from models.host_models import HF, VIT, in_threads
 
 COARSE = rules.Optimal(leaves=0.2)
 WIDE, TALL = (16, 32), (32, 16)  # pixels: grids of 4x8 and 8x4 tokens, the same number of them
@@ -66,26 +67,13 @@ def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -
     shown = {size: images(size) for size in (WIDE, TALL, (32, 32))}
     with torch.no_grad():
         alone = {size: logits(model, pixels) for size, pixels in shown.items()}
-    wrong: list[object] = []
-    together = threading.Barrier(len(shown))
 
-    def serve(size: tuple[int, int]) -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(10):
-                    together.wait(timeout=60)
-                    if not torch.equal(logits(model, shown[size]), alone[size]):
-                        wrong.append(size)
-        except Exception as error:
-            wrong.append(error)
-            together.abort()
+    def serve(size: tuple[int, int]) -> bool:
+        with torch.no_grad():
+            outputs = [logits(model, shown[size]) for _ in range(10)]
+        return all(torch.equal(output, alone[size]) for output in outputs)
 
-    threads = [threading.Thread(target=serve, args=(size,)) for size in shown]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert all(in_threads([partial(serve, size) for size in shown]))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -115,26 +103,39 @@ def checkpointed(model: nn.Module, every: int, reentrant: bool) -> Callable[[Ten
     return forward
 
 
+class Checkpointed(nn.Module):
+    """A model, with another forward."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.run = model, forward
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.run(pixels)
+
+
+def check_gradients(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    """They are those of the model without checkpointing."""
+    expected = gradients(model)
+    for mine, theirs in zip(gradients(Checkpointed(model, forward)), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("every", [1, 2])
 def test_gradient_checkpointing_recomputes_with_the_grid_of_its_own_pass(
-    every: int, reentrant: bool, change: str
+    reentrant: bool, change: str
 ) -> None:
     model = CHANGES[change](timm_vit())
-    expected = gradients(model)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            self.run = checkpointed(model, every, reentrant)
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            return self.run(pixels)
-
-    for mine, theirs in zip(gradients(Checkpointed()), expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for every in (1, 2):
+        check_gradients(model, checkpointed(model, every, reentrant))
+    inner = checkpointed(model, 1, reentrant)
+    whole = partial(checkpoint, inner, use_reentrant=reentrant)  # blocks inside of the model
+    check_gradients(model, lambda pixels: whole(pixels.requires_grad_()))
+    if change == "reduce":  # a hook reads the tokens between blocks
+        model.blocks[0].register_forward_hook(lambda m, i, o: None)
+        check_gradients(model, checkpointed(model, 1, reentrant))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -163,9 +164,8 @@ def test_checkpointing_of_a_whole_model() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -> None:
+def test_checkpointing_inside_a_block_is_refused() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="all")
-    expected = gradients(copy.deepcopy(model))
     for block in model.blocks:
 
         def forward(x: Tensor, block: Any = block) -> Tensor:
@@ -173,11 +173,8 @@ def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -
             return x + block.mlp(block.norm2(x))
 
         block.forward = forward
-    alone = logits(model, images(WIDE)).square().sum()
-    alone.backward()  # one shape alone is no question
     with pytest.raises(RuntimeError, match="apply gradient checkpointing to whole blocks"):
         gradients(model)
-    assert len(expected) == len(list(model.parameters()))
 
 
 def test_no_state_outlives_its_tokens() -> None:
@@ -186,7 +183,7 @@ def test_no_state_outlives_its_tokens() -> None:
     passes = screened_layers(model)[0].passes
     logits(model, images(TALL)).sum().backward()
     gc.collect()
-    assert [one() for one in passes.thread.entered if one()] == [passes.thread.finished]
+    assert list(passes.thread.entered) == [passes.thread.finished]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -356,16 +353,10 @@ def test_models_that_read_block_outputs(name: str) -> None:
         assert not all(torch.equal(x, y) for x, y in zip(merged, full, strict=True))
 
 
-def test_patch_takes_no_order() -> None:
-    with pytest.raises(TypeError, match="order"):
-        patch(timm_vit(), error=0.0, layers="all", order="z")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("policy", ["tome:6", "evit:0.7", "dct:0.9", "fixed-pool:2"])
-def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None:
+def test_what_is_read_between_blocks_is_the_unmerged_tokens() -> None:
     model, pixels = timm_vit(), images((32, 32))
     with torch.no_grad():
-        for depth in (1, 2, 3):
+        for policy, depth in product(("tome:6", "evit:0.7", "dct:0.9", "fixed-pool:2"), (1, 2, 3)):
             short = copy.deepcopy(model)
             reduce(short, policy, dense=False)
             # The reference: stop behind that block, and unmerge what is there by hand.
@@ -373,7 +364,8 @@ def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None
             for block in short.blocks[:depth]:
                 x = block(x)
             reduction = find_reduction(short)
-            expected = reduction.unmerge(reduction.state, x)
+            states = reduction.passes.thread.current.states
+            expected = reduction.unmerge(states[depth], x)
             whole = reduce(copy.deepcopy(model), policy)
             seen: list[Tensor] = []
             whole.blocks[depth - 1].register_forward_hook(lambda m, i, o, to=seen: to.append(o))
@@ -382,30 +374,16 @@ def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None
             torch.testing.assert_close(read, reduce(copy.deepcopy(model), policy)(pixels))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_reduced_models_are_read_between_blocks_under_checkpointing(reentrant: bool) -> None:
-    model = reduce(timm_vit(), "tome:4")
-    model.blocks[0].register_forward_hook(lambda m, i, o: None)
-    expected = gradients(model)
-    run = checkpointed(model, 1, reentrant)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            return run(pixels)
-
-    for mine, theirs in zip(gradients(Checkpointed()), expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_tokens_replaced_between_merged_blocks_are_refused() -> None:
-    model = reduce(timm_vit(), "tome:4")
+def test_a_hook_may_replace_the_tokens_between_merged_blocks() -> None:
+    """A merged token continues with the value of one of the tokens that it stands for."""
+    model, seen = reduce(timm_vit(), "tome:4"), []
     model.blocks[0].register_forward_hook(lambda m, i, o: o + 1)
-    with pytest.raises(RuntimeError, match="block 0 returned were replaced before block 1"):
-        model(images((32, 32)))
+    model.blocks[1].norm1.register_forward_pre_hook(lambda m, i: seen.append(i[0]))
+    plain = reduce(timm_vit(), "tome:4", dense=False)
+    plain.blocks[1].norm1.register_forward_pre_hook(lambda m, i: seen.append(i[0]))
+    with torch.no_grad():
+        model(images((32, 32))), plain(images((32, 32)))
+    assert torch.equal(seen[0], seen[1] + 1)
 
 
 def test_unmerge_returns_a_full_grid_unchanged() -> None:
@@ -521,31 +499,10 @@ def test_a_model_that_was_wrapped_between_two_patches_runs(change: str, part: st
         assert torch.equal(logits(unpatch(model), pixels), logits(unpatch(expected), pixels))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_checkpointing_of_blocks_inside_that_of_the_model(change: str, reentrant: bool) -> None:
-    model = CHANGES[change](timm_vit())
-    expected = gradients(model)
-    inner = checkpointed(model, 1, reentrant)
-
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, pixels: Tensor) -> Tensor:
-            pixels = pixels.requires_grad_()
-            return checkpoint(inner, pixels, use_reentrant=reentrant)
-
-    for mine, theirs in zip(gradients(Nested()), expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("policy", ["tome:4", "evit:0.7", "dct:0.9"])
-def test_reduced_models_return_shapes_on_the_meta_device(policy: str) -> None:
-    model = reduce(timm_vit(dynamic_img_size=False), policy).to("meta")
-    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 5)
+def test_reduced_models_return_shapes_on_the_meta_device() -> None:
+    for policy in ("tome:4", "evit:0.7", "dct:0.9"):
+        model = reduce(timm_vit(dynamic_img_size=False), policy).to("meta")
+        assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 5)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,7 +5,9 @@ import importlib
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from bmfa.models import described as generic
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import screened_layers
-from models.host_models import CPU_BACKEND
+from models.host_models import CPU_BACKEND, in_threads
 
 WIDTH, PATCH = 24, 4
 COARSE = {"leaves": 2, "allow_dense": False, "layers": "all"}
@@ -101,16 +103,14 @@ def difference(mine: Tensor, full: Tensor) -> float:
     return float((mine - full).abs().max() / full.abs().max())
 
 
-@pytest.mark.parametrize("way", ["sdpa", "folded", "twice", "fewer keys"])
-@pytest.mark.parametrize(
-    ("grid", "size"),
-    [(None, (64, 64)), ((16, 24), (64, 96)), (grid_of, (96, 64)), (grid_of, (48, 80))],
-)
 @torch.no_grad()
-def test_named_modules_are_exact_coarse_and_restored(
-    way: str, grid: Any, size: tuple[int, int]
-) -> None:
-    model, pixels = make(way), images(*size)
+def test_named_modules_are_exact_coarse_and_restored() -> None:
+    shown = ((None, (64, 64)), ((16, 24), (64, 96)), (grid_of, (96, 64)), (grid_of, (48, 80)))
+    for way, (grid, size) in product(("sdpa", "folded", "twice", "fewer keys"), shown):
+        check_named_modules(make(way), grid, images(*size), calls=2 if way == "twice" else 1)
+
+
+def check_named_modules(model: nn.Module, grid: Any, pixels: Tensor, calls: int) -> None:
     full = model(pixels)
     classes = [type(module) for module in model.modules()]
     patch(model, grid=grid, **NAMED, **EXACT)
@@ -120,7 +120,7 @@ def test_named_modules_are_exact_coarse_and_restored(
     with record(model, trees=False) as recording:
         model(pixels)
     assert sorted(recording.layers) == [0, 1, 2]
-    assert len(recording[0].stats) == (2 if way == "twice" else 1)
+    assert len(recording[0].stats) == calls
     patch(model, grid=grid, **NAMED, layers="all")  # exact at this size
     assert difference(model(pixels), full) < 5e-6
     unpatch(model)
@@ -184,51 +184,36 @@ def test_multihead_attention_of_torch() -> None:
         assert torch.equal(unpatch(model)(x), full)
 
 
-@pytest.mark.parametrize(
-    ("way", "options", "error", "text"),
-    [
-        ("by hand", NAMED, RuntimeError, "computes the softmax itself"),
-        ("cross", NAMED, ValueError, "do not name modules of cross-attention"),
-        ("sdpa", NAMED | {"prefix": 2}, ValueError, "not a square; pass grid="),
-        ("sdpa", NAMED | {"grid": (16, 15)}, ValueError, "16x15 grid"),
-        ("sdpa", NAMED | {"grid": lambda x: 256}, TypeError, "returned 256"),
-        ("sdpa", NAMED | {"attention": "blocks.*.norm"}, RuntimeError, "LayerNorm"),
-    ],
-)
-def test_the_first_forward_pass_refuses(
-    way: str, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    model = patch(make(way), **options, layers="all")
-    with pytest.raises(error, match=text):
-        model(images())
-    model = unpatch(model)
-    assert torch.equal(model(images()), make(way)(images()))
+def test_the_first_forward_pass_refuses() -> None:
+    for way, options, error, text in (
+        ("by hand", {}, RuntimeError, "computes the softmax itself"),
+        ("cross", {}, ValueError, "do not name modules of cross-attention"),
+        ("sdpa", {"prefix": 2}, ValueError, "not a square; pass grid="),
+        ("sdpa", {"grid": (16, 15)}, ValueError, "16x15 grid"),
+        ("sdpa", {"grid": lambda x: 256}, TypeError, "returned 256"),
+        ("sdpa", {"attention": "blocks.*.norm"}, RuntimeError, "LayerNorm"),
+    ):
+        model = patch(make(way), **NAMED | options, layers="all")
+        with pytest.raises(error, match=text):
+            model(images())
+        assert torch.equal(unpatch(model)(images()), make(way)(images()))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_bad_descriptions_change_nothing() -> None:
+    model, attention = make(), "blocks.*.attn"
+    for options, error, text in (
         ({"attention": "layers.*"}, ValueError, r"may be meant are blocks\.0\.attn"),
-        (
-            {"attention": ["blocks.*", "blocks.*.attn"]},
-            ValueError,
-            r"'blocks\.0\.attn' inside of it",
-        ),
+        ({"attention": ["blocks.*", attention]}, ValueError, r"'blocks\.0\.attn' inside of it"),
         ({"attention": []}, TypeError, "pass the name"),
         ({"attention": 3}, TypeError, "attention is 3"),
         ({"grid": (16, 16)}, ValueError, "attention is not given"),
         ({"prefix": 1}, ValueError, "attention is not given"),
-        ({"attention": "blocks.*.attn", "prefix": -1}, ValueError, "prefix"),
-        ({"attention": "blocks.*.attn", "grid": (0, 4)}, ValueError, "height is 0"),
-        ({"attention": "blocks.*.attn", "plan": "plan.json"}, ValueError, "register_model"),
-    ],
-)
-def test_bad_descriptions_change_nothing(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    model = make()
-    with pytest.raises(error, match=text):
-        patch(model, **options)
+        ({"attention": attention, "prefix": -1}, ValueError, "prefix"),
+        ({"attention": attention, "grid": (0, 4)}, ValueError, "height is 0"),
+        ({"attention": attention, "plan": "plan.json"}, ValueError, "register_model"),
+    ):
+        with pytest.raises(error, match=text):
+            patch(model, **options)
     assert not screened_layers(model)
 
 
@@ -255,7 +240,14 @@ def test_attention_by_hand_is_refused_while_compiling() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("grid", [None, grid_of])
+def test_checkpointing_needs_a_grid_that_is_known_without_the_inputs() -> None:
+    model: Any = patch(make(), grid=grid_of, **NAMED, **COARSE)
+    model.checkpointing = True
+    with pytest.raises(RuntimeError, match=r"only with grid=\(height, width\)"):
+        model(images()).sum().backward()
+
+
+@pytest.mark.parametrize("grid", [None, (16, 16)])
 def test_gradient_checkpointing_and_autocast(grid: Any) -> None:
     gradients = []
     for checkpointing in (False, True):
@@ -277,24 +269,13 @@ def test_threads_have_their_own_grid() -> None:
     model = patch(make(), grid=grid_of, **NAMED, **COARSE)
     shown = [images(64, 96), images(96, 64), images(48, 48)]
     expected = [model(pixels) for pixels in shown]
-    start, wrong = threading.Barrier(3), []
 
-    def serve(index: int) -> None:
-        try:
-            start.wait(timeout=60)
-            with torch.no_grad():
-                for _ in range(5):
-                    if not torch.equal(model(shown[index]), expected[index]):
-                        wrong.append(index)
-        except Exception as error:
-            wrong.append(error)
+    def serve(index: int) -> bool:
+        with torch.no_grad():
+            outputs = [model(shown[index]) for _ in range(5)]
+        return all(torch.equal(output, expected[index]) for output in outputs)
 
-    threads = [threading.Thread(target=serve, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert all(in_threads([partial(serve, index) for index in range(3)]))
 
 
 def test_another_thread_is_not_intercepted() -> None:
@@ -317,15 +298,14 @@ def test_another_thread_is_not_intercepted() -> None:
     assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @torch.no_grad()
-def test_copies(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies() -> None:
     model, pixels = patch(make(), grid=grid_of, **NAMED, **COARSE), images(64, 96)
-    expected = model(pixels)
-    other = duplicate(model)
+    expected, copies = model(pixels), (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
     full = unpatch(model)(pixels)
-    assert torch.equal(other(pixels), expected) and not torch.equal(full, expected)
-    assert torch.equal(unpatch(other)(pixels), full)
+    for other in copies:
+        assert torch.equal(other(pixels), expected) and not torch.equal(full, expected)
+        assert torch.equal(unpatch(other)(pixels), full)
 
 
 def test_reducing_is_refused() -> None:

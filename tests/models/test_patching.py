@@ -4,13 +4,12 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
@@ -33,65 +32,35 @@ EXACT = rules.ExactGap(0.0)
 COARSE = rules.GlobalMean()
 
 
-@pytest.fixture(params=sorted(MODELS))
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def test_other_sizes_and_aspect_ratios() -> None:
+    for name, options in SIZED.items():
+        model = make_model(name)
+        for size in ((40, 40), (24, 48), (36, 16), (32, 32)):
+            pixels = images(*size)
+            full = run(unpatch(model), pixels, **options)
+            patch(model, rule=EXACT, layers="all")
+            with record(model) as recording:
+                exact = run(model, pixels, **options)
+            scale = 1e-4 * float(full.abs().max())
+            torch.testing.assert_close(exact, full, rtol=1e-4, atol=scale, msg=name)
+            assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
 
 
-def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -> None:
-    model, pixels = make_model(name), images(image_size(name), image_size(name))
-    full = run(model, pixels)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert patch(model, rule=EXACT, layers="all") is model
-    exact = run(model, pixels)
-    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
-    patch(model, rule=COARSE, layers="all")
-    assert (run(model, pixels) - full).abs().max() > 1e-3 * full.abs().max()
-    assert list(model.state_dict()) == list(before)
-    unpatch(model)
-    assert torch.equal(run(model, pixels), full)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not screened_layers(model)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("name", sorted(SIZED))
-@pytest.mark.parametrize("size", [(40, 40), (24, 48), (36, 16)])
-def test_other_sizes_and_aspect_ratios(name: str, size: tuple[int, int]) -> None:
-    model, pixels = make_model(name), images(*size)
-    full = run(model, pixels, **SIZED[name])
-    patch(model, rule=EXACT, layers="all")
-    with record(model) as recording:
-        exact = run(model, pixels, **SIZED[name])
-    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
-    assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
-    run(model, images(), **SIZED[name])  # and back again
-
-
-def test_patching_twice_equals_once(name: str) -> None:
-    model, pixels = make_model(name), images(image_size(name), image_size(name))
-    full = run(model, pixels)
-    once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
-    patch(model, rule=EXACT, layers="all")
-    twice = run(patch(model, rule=COARSE, layers="last-2"), pixels)
-    assert torch.equal(once, twice)
-    assert len(screened_layers(model)) == 2
-    assert torch.equal(run(unpatch(unpatch(model)), pixels), full)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles_are_patched_on_their_own(
-    name: str, duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
-    model, pixels = make_model(name), images(image_size(name), image_size(name))
-    full = run(model, pixels)
-    patch(model, rule=COARSE, layers="last-2")
-    screened = run(model, pixels)
-    other = duplicate(model)
-    assert torch.equal(run(other, pixels), screened)
-    assert torch.equal(run(unpatch(other), pixels), full)
-    assert torch.equal(run(model, pixels), screened)
-    assert torch.equal(run(unpatch(model), pixels), full)
+def test_patching_twice_equals_once_and_copies_are_patched_on_their_own() -> None:
+    for name in sorted(MODELS):
+        model, pixels = make_model(name), images(image_size(name), image_size(name))
+        full = run(model, pixels)
+        once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+        assert (once - full).abs().max() > 1e-3 * full.abs().max(), name
+        patch(model, rule=EXACT, layers="all")
+        assert torch.equal(run(patch(model, rule=COARSE, layers="last-2"), pixels), once), name
+        assert len(screened_layers(model)) == 2
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(run(other, pixels), once), name
+            assert torch.equal(run(unpatch(other), pixels), full), name
+            assert torch.equal(run(model, pixels), once), name
+        assert torch.equal(run(unpatch(unpatch(model)), pixels), full), name
+        assert not screened_layers(model)
 
 
 def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:

@@ -26,33 +26,34 @@ GridSource: TypeAlias = Grid | tuple[int, int] | Callable[..., Grid | tuple[int,
 class Description:
     """Where the attention of a model is, and how its tokens are laid out."""
 
-    attention: tuple[str, ...]  # patterns of module names
-    grid: GridSource
-    prefix: int | Callable[[Any], int]  # a number, or a function of the model
-    suffix: int | Callable[[Any], int]
+    attention: str | Sequence[str]  # patterns of module names
+    grid: GridSource = None
+    prefix: int | Callable[[Any], int] = 0  # a number, or a function of the model
+    suffix: int | Callable[[Any], int] = 0
 
+    def __post_init__(self) -> None:
+        if not self.patterns or not all(isinstance(one, str) and one for one in self.patterns):
+            raise TypeError(
+                f"attention is {self.attention!r}; pass the name of the attention modules as "
+                "model.named_modules() has it, with * for any characters but a dot, e.g. "
+                "'blocks.*.attn', or a list of such names"
+            )
+        if self.grid is not None and not callable(self.grid):
+            object.__setattr__(self, "grid", check_grid(self.grid))
+        for name in ("prefix", "suffix"):
+            if not callable(count := getattr(self, name)):
+                check_integer(name, count, low=0)
 
-def describe(
-    attention: str | Sequence[str],
-    grid: GridSource = None,
-    prefix: int | Callable[[Any], int] = 0,
-    suffix: int | Callable[[Any], int] = 0,
-) -> Description:
-    """Check a description of a model."""
-    patterns = (attention,) if isinstance(attention, str) else attention
-    patterns = tuple(patterns) if isinstance(patterns, Sequence) else ()
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise TypeError(
-            f"attention is {attention!r}; pass the name of the attention modules as "
-            "model.named_modules() has it, with * for any characters but a dot, e.g. 'blocks.*.attn', "
-            "or a list of such names"
-        )
-    if grid is not None and not callable(grid):
-        grid = check_grid(grid)
-    for name, count in (("prefix", prefix), ("suffix", suffix)):
-        if not callable(count):
-            check_integer(name, count, low=0)
-    return Description(patterns, grid, prefix, suffix)
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of module names."""
+        given = (self.attention,) if isinstance(self.attention, str) else self.attention
+        return tuple(given) if isinstance(given, Sequence) else ()
+
+    def count(self, name: str, model: nn.Module) -> int:
+        """Return the prefix or the suffix of a model."""
+        count = getattr(self, name)
+        return check_integer(name, count(model) if callable(count) else count, low=0)
 
 
 def described_model(tower: nn.Module, description: Description) -> VisionTransformer:
@@ -64,22 +65,15 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
     named = [
         (name, module)
         for name, module in tower.named_modules()
-        if name and any(_matches(name, pattern) for pattern in description.attention)
+        if name and any(_matches(name, pattern) for pattern in description.patterns)
     ]
-    patterns = " or ".join(map(repr, description.attention))
+    patterns = " or ".join(map(repr, description.patterns))
     if not named:
-        likely = [
-            name
-            for name, m in tower.named_modules()
-            if "attn" in name.lower().split(".")[-1] or "attention" in type(m).__name__.lower()
-        ]
-        found = (
-            f"names that may be meant are {', '.join(likely[:4])}"
-            if likely
-            else ("list them with [name for name, _ in model.named_modules()]")
-        )
+        modules = ((name, type(m).__name__.lower()) for name, m in tower.named_modules())
+        likely = [name for name, kind in modules if "attention" in kind]
         raise ValueError(
-            f"attention is {patterns}, and no module of {type(tower).__name__} has such a name; {found}"
+            f"attention is {patterns}, and no module of {type(tower).__name__} has such a name; names "
+            f"that may be meant are {', '.join(likely[:4]) or 'in model.named_modules()'}"
         )
     names = [name for name, _ in named]
     for name in names:
@@ -89,19 +83,15 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
                 f"attention is {patterns}, which names {outer!r} and {name!r} inside of it; name the "
                 "modules that call scaled_dot_product_attention, each once"
             )
-    prefix, suffix = (
-        check_integer(label, count(tower) if callable(count) else count, low=0)
-        for label, count in (("prefix", description.prefix), ("suffix", description.suffix))
-    )
-    modules = tuple(module for _, module in named)
+    attentions = tuple(module for _, module in named)
     return VisionTransformer(
         replacement=InterceptedAttention,
         tower=tower,
-        blocks=modules,
-        attentions=modules,
+        blocks=attentions,
+        attentions=attentions,
         projection=tower,
-        prefix=prefix,
-        suffix=suffix,
+        prefix=description.count("prefix", tower),
+        suffix=description.count("suffix", tower),
         passes=partial(DescribedPasses, source=description.grid, names=tuple(names)),
     )
 
@@ -118,6 +108,7 @@ class DescribedPasses(Passes):
 
     source: GridSource = field(default=None, kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)  # of the attention modules
+    idle: set[int] = field(default_factory=set)  # layers that must run in the first pass
 
     def watch(self, vit: VisionTransformer) -> None:
         """Follow the calls of the model."""
@@ -129,13 +120,12 @@ class DescribedPasses(Passes):
         """Forward pre-hook of the model: read the grid from the inputs if a function does that."""
         grid: Any = self.source
         if callable(grid):
-            grid = grid(*args, **kwargs)
+            found = grid(*args, **kwargs)
             try:
-                height, width = (grid.height, grid.width) if isinstance(grid, Grid) else grid
-                grid = Grid(int(height), int(width))
+                grid = found if isinstance(found, Grid) else Grid(*map(int, found))
             except (TypeError, ValueError):
                 raise TypeError(
-                    f"the function that was passed as grid= returned {grid!r}; it must return "
+                    f"the function that was passed as grid= returned {found!r}; it must return "
                     "(height, width) in tokens, from the arguments of the model"
                 ) from None
         self.begin(grid)
@@ -143,12 +133,14 @@ class DescribedPasses(Passes):
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the model: refuse layers that did not run in the first pass."""
         running = self.thread.current
-        if self.idle and not is_compiling():
-            idle = ", ".join(self.names[layer] for layer in sorted(self.idle))
-            raise RuntimeError(
-                f"{idle} did not run when the model was called, so the attention there cannot be "
-                "replaced; leave these modules out of attention=, or out of layers="
-            )
+        if self.idle and running is not None and not is_compiling():
+            if idle := self.idle - running.calls.keys():
+                names = ", ".join(self.names[layer] for layer in sorted(idle))
+                raise RuntimeError(
+                    f"{names} did not run when the model was called, so the attention there cannot be "
+                    "replaced; leave these modules out of attention=, or out of layers="
+                )
+            self.idle = set()
         self.finish(running, first_tensor(output))
 
     def layout(self, tokens: int) -> Images | None:
@@ -159,18 +151,19 @@ class DescribedPasses(Passes):
         """Return the grid of attention over a number of tokens."""
         tokens = int(tokens)
         if isinstance(self.source, Grid):
-            return super().grid_of(tokens, self.source)
-        if callable(self.source):
-            return super().grid_of(tokens, grid)
-        spatial = tokens - self.special
-        side = math.isqrt(max(spatial, 0))
-        if side == 0 or side * side != spatial:
-            raise ValueError(
-                f"attention over {tokens} tokens, of which {spatial} are left without {self.prefix} "
-                f"prefix tokens and {self.suffix} behind the grid, and this is not a square; pass "
-                "grid=(height, width) or a function of the inputs of the model, and the right prefix="
-            )
-        return Grid(side, side)
+            grid = self.source
+        elif self.source is None:
+            spatial = tokens - self.special
+            side = math.isqrt(max(spatial, 0))
+            if side == 0 or side * side != spatial:
+                raise ValueError(
+                    f"attention over {tokens} tokens, of which {spatial} are left without {self.prefix} "
+                    f"prefix tokens and {self.suffix} behind the grid, and this is not a square; pass "
+                    "grid=(height, width) or a function of the inputs of the model, and the right "
+                    "prefix="
+                )
+            grid = Grid(side, side)
+        return super().grid_of(tokens, grid)
 
 
 _registered: dict[str, Description] = {}  # by the full name of the class
@@ -228,7 +221,7 @@ def register_model(
             f"model_class is {model_class!r}; pass a subclass of torch.nn.Module, or its full name, "
             "e.g. 'package.module.MyViT'"
         )
-    _registered[model_class] = describe(attention, grid, prefix, suffix)
+    _registered[model_class] = Description(attention, grid, prefix, suffix)
 
 
 def find_registered(model: nn.Module) -> list[VisionTransformer]:

@@ -11,21 +11,9 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from bmfa.models.hiera import hiera_attention
-from bmfa.models.image_readers import (
-    ImageReader,
-    NaFlexAttention,
-    NaFlexReader,
-    ViTMAEReader,
-    check_unmasked,
-    has_integer_sizes,
-    never,
-    read_pixtral,
-    read_qwen,
-    read_siglip2,
-)
+from bmfa.models.image_readers import ImageReader, read_pixtral, read_qwen, read_siglip2
+from bmfa.models.packing import Packing
 from bmfa.models.passes import Passes
-from bmfa.models.relative import DecomposedAttention
 from bmfa.models.replacement import AttentionReplacement, InterceptedAttention, class_name
 from bmfa.models.screened_layer import AttentionFunction
 from bmfa.models.transformers_attention import (
@@ -58,7 +46,7 @@ class VisionTransformer:
     tower: nn.Module  # the vision encoder, the model itself or a part of it
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
-    projection: nn.Module  # convolution that makes patches into tokens
+    projection: nn.Module  # makes patches into tokens, mostly a convolution
     prefix: int = 0  # class, distillation and register tokens
     suffix: int = 0  # detection tokens and others behind the grid
     layout: BlockLayout | None = None  # None if its tokens cannot be reduced
@@ -69,13 +57,13 @@ class VisionTransformer:
     passes: Callable[..., Passes] = Passes
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
-    not_reducible: str = ""  # why tokens cannot be reduced
     not_tunable: str = ""  # why `tune` cannot run the model: what it takes instead of pixels
 
     @property
     def one_grid(self) -> bool:
         """True if all layers attend over one grid, whose tokens are in raster order."""
-        return self.reader is None and not self.dense_blocks and self.passes is Passes
+        one = self.reader is None and not self.dense_blocks and self.passes is Passes
+        return one and hasattr(self.projection, "stride")
 
     def follow(self) -> Passes:
         """Install hooks that follow the forward passes of the model."""
@@ -86,30 +74,17 @@ class VisionTransformer:
 
 _WINDOWS = "attention inside windows"
 _PATCHES = "it takes patches of images and {} instead of (N, 3, height, width) pixels"
-_PACKED = "its images share one sequence and may have different sizes"
-_MAPS = "its blocks work on maps, not on sequences of tokens"
-_STAGES = "its blocks pool the tokens of a whole grid"
 # Endings of the class names of models that read spatial tokens after the last block.
 _DENSE = ("ForMaskedImageModeling", "Backbone")
-_DENSE_OR_POOLED = (*_DENSE, "ForImageClassification")
+_POOLED = (*_DENSE, "ForImageClassification")
+_DETECTOR = ("ForObjectDetection",)
 _ALL = ("",)
 
 
-def _keep_none(tower: Any, index: int, block: Any) -> str:
-    return ""
-
-
 def _keep_windows(tower: Any, index: int, block: Any) -> str:
-    return _WINDOWS if block.window_size > 0 else ""
-
-
-def _keep_windows_and_rotary(tower: Any, index: int, block: Any) -> str:
-    rotary = getattr(block.attn, "rope", None) is not None
-    return _keep_windows(tower, index, block) or ("rotary positions" if rotary else "")
-
-
-def _keep_windows_and_pooling(tower: Any, index: int, block: Any) -> str:
-    return _keep_windows(tower, index, block) or ("pooled queries" if block.query_stride else "")
+    if block.window_size > 0:
+        return _WINDOWS
+    return "pooled queries" if block.query_stride else ""
 
 
 def _keep_listed_windows(tower: Any, index: int, block: Any) -> str:
@@ -117,48 +92,30 @@ def _keep_listed_windows(tower: Any, index: int, block: Any) -> str:
     return _WINDOWS if full is not None and index not in full else ""
 
 
-def _keep_mask_units(tower: Any, index: int, block: Any) -> str:
-    if len(tower.tokens_spatial_shape) != 2:
-        raise TypeError(
-            f"{class_name(tower)} with tokens in {len(tower.tokens_spatial_shape)} dimensions is not "
-            "supported; pass a model of images"
-        )
-    return "attention inside mask units" if block.attn.use_mask_unit_attn else ""
-
-
-def _keep_none_unmasked(tower: Any, index: int, block: Any) -> str:
-    check_unmasked(tower.config)
-    return ""
-
-
 @dataclass(frozen=True)
 class Family:
     """Where the parts of a family of models are, and what is done with them."""
 
-    attention: tuple[str, ...]  # names of the classes of its attention modules
+    attention: str | tuple[str, ...]  # names of the classes of its attention modules
     projection: str  # of the module whose class is the key of the table
     prefix: int | None = 1  # tokens before the grid, without registers; None if the model says
-    registers: bool = False
-    suffix: str = ""  # name in the configuration of the number of tokens behind the grid
     layouts: BlockLayout | dict[str, BlockLayout] | None = None  # by the class of the block
     spatial_readers: tuple[str, ...] = _DENSE
-    replacement: Callable[..., AttentionReplacement] = InterfaceAttention
-    images: Callable[[Passes], Any] | None = None  # see `VisionTransformer.reader`
-    keep: Callable[[Any, int, Any], str] = (
-        _keep_none  # why a block stays as it is, "" if it does not
-    )
-    not_reducible: str = ""
+    replacement: type[AttentionReplacement] = InterfaceAttention
+    registers: bool = False
+    suffix: str = ""  # name in the configuration of the number of tokens behind the grid
+    read: Callable[..., Packing] | None = None  # see `VisionTransformer.reader`
+    # Why a block stays as it is, "" if it does not.
+    keep: Callable[[Any, int, Any], str] | None = None
     not_tunable: str = ""
 
     def special_tokens(self, config: Any) -> tuple[int, int]:
         """Return the number of tokens before and behind the grid, from a configuration."""
         registers = int(config.num_register_tokens) if self.registers else 0
-        return (self.prefix or 0) + registers, int(
-            getattr(config, self.suffix)
-        ) if self.suffix else 0
+        suffix = int(getattr(config, self.suffix)) if self.suffix else 0
+        return (self.prefix or 0) + registers, suffix
 
 
-_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention")
 _TIMM_LAYOUTS = {
     "timm.models.vision_transformer.Block": BlockLayout(
         ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
@@ -170,32 +127,9 @@ _TIMM_LAYOUTS = {
     ),
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
-_TIMM = Family(
-    _TIMM_ATTENTION,
-    "patch_embed.proj",
-    None,
-    layouts=_TIMM_LAYOUTS,
-    replacement=InterceptedAttention,
-)
-# timm and the embedded model, by the class of the model; subclasses count.
-_TIMM_FAMILIES = {
-    "timm.models.vision_transformer.VisionTransformer": _TIMM,
-    "timm.models.eva.Eva": _TIMM,
-    "bmfa.models.embedded.model.EmbeddedViT": _TIMM,
-    "timm.models.naflexvit.NaFlexVit": Family(
-        _TIMM_ATTENTION, "embeds.proj", None, replacement=NaFlexAttention, images=NaFlexReader,
-        not_reducible="its images may have different grids, and padding",
-    ),
-    "timm.models.hiera.Hiera": Family(
-        ("MaskUnitAttention",), "patch_embed.proj", 0, replacement=hiera_attention,
-        keep=_keep_mask_units, not_reducible=_STAGES,
-    ),
-    "timm.models.vision_transformer_sam.VisionTransformerSAM": Family(
-        ("Attention",), "patch_embed.proj", 0, replacement=DecomposedAttention,
-        keep=_keep_windows_and_rotary, not_reducible=_MAPS,
-    ),
-}  # fmt: skip
-
+_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention")
+_INTERCEPTED = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
+_TIMM = _INTERCEPTED("patch_embed.proj", layouts=_TIMM_LAYOUTS)
 _VIT = BlockLayout(
     ("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")
 )
@@ -203,116 +137,80 @@ _DINO = BlockLayout(
     ("norm1", "attention", "layer_scale1", "drop_path"),
     ("norm2", "mlp", "layer_scale2", "drop_path"),
 )
+_DINO3 = replace(_DINO, rotary="position_embeddings")
 _CLIP = BlockLayout(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
 _INTERN = BlockLayout(
     ("layernorm_before", "attention", "lambda_1"),
     ("layernorm_after", "mlp", "dropout", "lambda_2"),
 )
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
-_CONV = "patch_embeddings.projection"
-_VITDET = Family(
-    ("VitDetAttention",), "embeddings.projection", 0, replacement=DecomposedAttention,
-    keep=_keep_windows, not_reducible=_MAPS,
-)  # fmt: skip
-
-
-def _qwen(attention: str) -> Family:
-    return Family(
-        (attention,), "patch_embed.proj", 0, replacement=SequenceAttention,
-        images=partial(ImageReader, read=read_qwen, is_static=never), keep=_keep_listed_windows,
-        not_reducible=_PACKED, not_tunable=_PATCHES.format("grid_thw"),
-    )  # fmt: skip
-
-
-# transformers, by the class of the model.
-_TOWER_FAMILIES = {
-    "pixtral.modeling_pixtral.PixtralVisionModel": Family(
-        ("PixtralAttention",), "patch_conv", 0, replacement=SequenceAttention,
-        images=partial(ImageReader, read=read_pixtral, is_static=has_integer_sizes),
-        not_reducible=_PACKED,
+_CONV, _EMBED = "patch_embeddings.projection", "patch_embedding"
+_QWEN = partial(
+    Family,
+    projection="patch_embed.proj",
+    prefix=0,
+    replacement=SequenceAttention,
+    read=read_qwen,
+    keep=_keep_listed_windows,
+    not_tunable=_PATCHES.format("grid_thw"),
+)
+_SIGLIP2 = Family(
+    "Siglip2Attention",
+    "embeddings.patch_embedding",
+    0,
+    read=read_siglip2,
+    not_tunable=_PATCHES.format("spatial_shapes"),
+)
+_SAM2 = Family(
+    "Sam2MultiScaleAttention",
+    "patch_embed.projection",
+    0,
+    replacement=MapAttention,
+    keep=_keep_windows,
+)
+# timm and the embedded model, by the class of the model; subclasses count.
+_TIMM_FAMILIES = {
+    "timm.models.vision_transformer.VisionTransformer": _TIMM,
+    "timm.models.eva.Eva": _TIMM,
+    "bmfa.models.embedded.model.EmbeddedViT": _TIMM,
+    "timm.models.naflexvit.NaFlexVit": _INTERCEPTED("embeds"),
+}
+# transformers, by the name of the family and the class of the embeddings, which distinguishes the vision
+# encoder of CLIP from its text encoder and is the same in all classes of models; or of the model.
+# Attention, projection, prefix, layout of blocks, what reads spatial tokens.
+_TRANSFORMERS_FAMILIES = {
+    "vit.ViTEmbeddings": Family("ViTAttention", _CONV, 1, _VIT),
+    "deit.DeiTEmbeddings": Family("DeiTAttention", _CONV, 2, _VIT),
+    "dinov2.Dinov2Embeddings": Family("Dinov2Attention", _CONV, 1, _DINO, _POOLED),
+    "dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
+        "Dinov2WithRegistersAttention", _CONV, 1, _DINO, _POOLED, registers=True
     ),
-    "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": _qwen("VisionAttention"),
-    "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _qwen(
-        "Qwen2_5_VLVisionAttention"
+    "dinov3_vit.DINOv3ViTEmbeddings": Family(
+        "DINOv3ViTAttention", "patch_embeddings", 1, _DINO3, registers=True
     ),
-    "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": _qwen("Qwen3VLVisionAttention"),
-    "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": _qwen("Qwen3VLMoeVisionAttention"),
-    "siglip2.modeling_siglip2.Siglip2VisionModel": Family(
-        ("Siglip2Attention",), "embeddings.patch_embedding", 0,
-        images=partial(ImageReader, read=read_siglip2, is_static=never),
-        not_reducible="its images have different sizes, so that they would keep different numbers of "
-        "tokens",
-        not_tunable=_PATCHES.format("spatial_shapes"),
-    ),
-    "vit_mae.modeling_vit_mae.ViTMAEModel": Family(
-        ("ViTMAEAttention",), "embeddings.patch_embeddings.projection", 1, images=ViTMAEReader,
-        keep=_keep_none_unmasked,
-        not_reducible="its patches are in a random order, so that the grid of the policies is not "
-        "theirs",
-    ),
-    "sam2.modeling_sam2.Sam2HieraDetModel": Family(
-        ("Sam2MultiScaleAttention",), "patch_embed.projection", 0, replacement=MapAttention,
-        keep=_keep_windows_and_pooling, not_reducible=_STAGES,
-    ),
-    "sam.modeling_sam.SamVisionEncoder": Family(
-        ("SamVisionAttention", "SamVisionSdpaAttention"), "patch_embed.projection", 0,
-        replacement=DecomposedAttention, keep=_keep_windows, not_reducible=_MAPS,
-    ),
-    "vitdet.modeling_vitdet.VitDetModel": _VITDET,
-    "vitdet.modeling_vitdet.VitDetBackbone": _VITDET,
-}  # fmt: skip
-# transformers, by the class of the embeddings, which distinguishes the vision encoder of CLIP from its
-# text encoder and is the same in all classes of models.
-_EMBEDDING_FAMILIES = {
-    "vit.modeling_vit.ViTEmbeddings": Family(("ViTAttention",), _CONV, layouts=_VIT),
-    "deit.modeling_deit.DeiTEmbeddings": Family(("DeiTAttention",), _CONV, 2, layouts=_VIT),
-    "dinov2.modeling_dinov2.Dinov2Embeddings": Family(
-        ("Dinov2Attention",), _CONV, layouts=_DINO, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
-        ("Dinov2WithRegistersAttention",), _CONV, registers=True, layouts=_DINO,
-        spatial_readers=_DENSE_OR_POOLED,
-    ),
-    "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        ("DINOv3ViTAttention",), "patch_embeddings", registers=True,
-        layouts=replace(_DINO, rotary="position_embeddings"),
-    ),
-    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
-        ("CLIPAttention",), "patch_embedding", layouts=_CLIP, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
-        ("SiglipAttention",), "patch_embedding", 0, layouts=_CLIP, spatial_readers=_ALL
-    ),
-    "vit_msn.modeling_vit_msn.ViTMSNEmbeddings": Family(("ViTMSNAttention",), _CONV, layouts=_VIT),
-    "ijepa.modeling_ijepa.IJepaEmbeddings": Family(
-        ("IJepaAttention",), _CONV, 0, layouts=_VIT, spatial_readers=_ALL
-    ),
-    "dpt.modeling_dpt.DPTViTEmbeddings": Family(("DPTViTAttention",), _CONV),
-    "dpt.modeling_dpt.DPTViTHybridEmbeddings": Family(("DPTViTAttention",), "projection"),
-    "yolos.modeling_yolos.YolosEmbeddings": Family(
-        ("YolosAttention",), _CONV, suffix="num_detection_tokens"
-    ),
-    "vitpose_backbone.modeling_vitpose_backbone.VitPoseBackboneEmbeddings": Family(
-        ("VitPoseBackboneAttention",), _CONV, 0, spatial_readers=_ALL
-    ),
-    "aimv2.modeling_aimv2.Aimv2VisionEmbeddings": Family(
-        ("Aimv2Attention",), "patch_embed", 0, layouts=_AIM, spatial_readers=_ALL
-    ),
-    "owlvit.modeling_owlvit.OwlViTVisionEmbeddings": Family(
-        ("OwlViTAttention",), "patch_embedding", layouts=_CLIP,
-        spatial_readers=("ForObjectDetection",),
-    ),
-    "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
-        ("InternVLVisionAttention",), _CONV, layouts=_INTERN, spatial_readers=_ALL
-    ),
-    "blip.modeling_blip.BlipVisionEmbeddings": Family(
-        ("BlipAttention",), "patch_embedding", layouts=_CLIP, spatial_readers=_ALL,
-        replacement=BlipAttention,
-    ),
-}  # fmt: skip
-_PREFIX = "transformers.models."
+    "clip.CLIPVisionEmbeddings": Family("CLIPAttention", _EMBED, 1, _CLIP, _POOLED),
+    "siglip.SiglipVisionEmbeddings": Family("SiglipAttention", _EMBED, 0, _CLIP, _ALL),
+    "vit_msn.ViTMSNEmbeddings": Family("ViTMSNAttention", _CONV, 1, _VIT),
+    "ijepa.IJepaEmbeddings": Family("IJepaAttention", _CONV, 0, _VIT, _ALL),
+    "dpt.DPTViTEmbeddings": Family("DPTViTAttention", _CONV),
+    "dpt.DPTViTHybridEmbeddings": Family("DPTViTAttention", "projection"),
+    "yolos.YolosEmbeddings": Family("YolosAttention", _CONV, suffix="num_detection_tokens"),
+    "vitpose_backbone.VitPoseBackboneEmbeddings": Family("VitPoseBackboneAttention", _CONV, 0),
+    "aimv2.Aimv2VisionEmbeddings": Family("Aimv2Attention", "patch_embed", 0, _AIM, _ALL),
+    "owlvit.OwlViTVisionEmbeddings": Family("OwlViTAttention", _EMBED, 1, _CLIP, _DETECTOR),
+    "internvl.InternVLVisionEmbeddings": Family("InternVLVisionAttention", _CONV, 1, _INTERN, _ALL),
+    "blip.BlipVisionEmbeddings": Family("BlipAttention", _EMBED, 1, _CLIP, _ALL, BlipAttention),
+    "pixtral.PixtralVisionModel": Family("PixtralAttention", "patch_conv", 0, read=read_pixtral),
+    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": _QWEN("VisionAttention"),
+    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _QWEN("Qwen2_5_VLVisionAttention"),
+    "qwen3_vl.Qwen3VLVisionModel": _QWEN("Qwen3VLVisionAttention"),
+    "qwen3_vl_moe.Qwen3VLMoeVisionModel": _QWEN("Qwen3VLMoeVisionAttention"),
+    "siglip2.Siglip2VisionModel": _SIGLIP2,
+    "sam2.Sam2HieraDetModel": _SAM2,
+}
 FAMILIES = _TIMM_FAMILIES | {
-    _PREFIX + name: family for name, family in (_TOWER_FAMILIES | _EMBEDDING_FAMILIES).items()
+    "transformers.models.{0}.modeling_{0}.{1}".format(*key.split(".")): family
+    for key, family in _TRANSFORMERS_FAMILIES.items()
 }
 
 
@@ -354,25 +252,21 @@ def _find_towers(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
     """List the vision encoders, each with the module that the table has by the name of its class."""
     found = []
     for module in model.modules():
-        classes = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__]
-        names = [name for name in classes if name in _TIMM_FAMILIES]
-        own = classes[0].removeprefix(_PREFIX)
-        if own in _TOWER_FAMILIES:
-            names.append(classes[0])
-        found += [(module, module, name) for name in names[:1]]
+        classes = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+        name = next((name for name in classes if name in FAMILIES), "Embeddings")
+        if not name.endswith("Embeddings"):
+            found.append((module, module, name))
         for child in module.children():
-            if class_name(child).removeprefix(_PREFIX) in _EMBEDDING_FAMILIES:
-                found.append((module, child, class_name(child)))
+            name = class_name(child)
+            if name in FAMILIES and name.endswith("Embeddings"):
+                found.append((module, child, name))
     return found
 
 
 def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> VisionTransformer:
-    pairs = [
-        (block, child)
-        for block in tower.modules()
-        for child in block.children()
-        if type(child).__name__ in family.attention
-    ]
+    names = (family.attention,) if isinstance(family.attention, str) else family.attention
+    children = ((block, child) for block in tower.modules() for child in block.children())
+    pairs = [pair for pair in children if type(pair[1]).__name__ in names]
     blocks = tuple(block for block, _ in pairs)
     if family.prefix is None:  # timm
         for block in tower.blocks:
@@ -384,19 +278,17 @@ def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> Visi
         prefix, suffix = family.special_tokens(getattr(anchor, "config", None))
         named = any(type(m).__name__.endswith(family.spatial_readers) for m in model.modules())
         spatial = named or type(model).__module__ != type(anchor).__module__
-    kept = {index: family.keep(tower, index, block) for index, block in enumerate(blocks)}
+    keep = family.keep or (lambda *_: "")
+    kept = {index: keep(tower, index, block) for index, block in enumerate(blocks)}
     attentions = [child for index, (_, child) in enumerate(pairs) if not kept[index]]
-    make: Any = family.replacement
-    if make is hiera_attention:
-        make = partial(hiera_attention, tower)
-    elif issubclass(make, InterfaceAttention):
+    if issubclass(family.replacement, InterfaceAttention):
         attentions = [_config_owner(attention) for attention in attentions]
     layout = family.layouts
     if isinstance(layout, dict):
         kinds = {class_name(block) for block in blocks}
         layout = layout.get(kinds.pop()) if len(kinds) == 1 else None
     return VisionTransformer(
-        replacement=make,
+        replacement=family.replacement,
         tower=tower,
         blocks=blocks,
         attentions=tuple(attentions),
@@ -405,19 +297,19 @@ def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> Visi
         suffix=suffix,
         layout=layout,
         reads_spatial_tokens=spatial,
-        reader=family.images,
+        reader=None if family.read is None else partial(ImageReader, family.read),
         dense_blocks={index: reason for index, reason in kept.items() if reason},
-        not_reducible=family.not_reducible,
         not_tunable=family.not_tunable,
     )
 
 
 def _projection(tower: Any, anchor: nn.Module, family: Family) -> nn.Module:
-    """Return the module that makes patches into tokens, whose output has the shape of the grid."""
+    """Return the module that makes patches into tokens, whose output tells the shape of the grid."""
     owner, _, name = family.projection.rpartition(".")
     embed = anchor.get_submodule(owner)
     projection: Any = getattr(embed, name, None)
-    if family.images is None and not isinstance(projection, (nn.Conv2d, nn.Conv3d)):
+    tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or name == "embeds"
+    if family.read is None and not tells:
         raise TypeError(
             f"{class_name(embed)} in {type(tower).__name__} is not supported: its patches do not come "
             "from a convolution, so the grid is unknown; build the model with a PatchEmbed"
@@ -431,16 +323,13 @@ def _config_owner(attention: nn.Module) -> nn.Module:
 
     That is the attention itself, or a part of it in versions of transformers that nest them.
     """
-    if hasattr(attention, "config"):
-        return attention
-    owners = [part for part in attention.modules() if hasattr(part, "config")]
-    if len(owners) != 1:
-        raise TypeError(
-            f"{class_name(attention)} is not supported: {len(owners)} of its parts have a "
-            "configuration, and exactly one must name the attention function; install transformers "
-            "5.9 or newer"
-        )
-    return owners[0]
+    for part in attention.modules():
+        if hasattr(part, "config"):
+            return part
+    raise TypeError(
+        f"{class_name(attention)} is not supported: none of its parts has a configuration, which names "
+        "the attention function; install transformers 5.9 or newer"
+    )
 
 
 def check_module(model: nn.Module) -> nn.Module:
@@ -452,7 +341,12 @@ def check_module(model: nn.Module) -> nn.Module:
     return model
 
 
-_BIAS = "it adds a relative position bias to the scores, which is not a product of query and key"
+_SHUFFLED = "its patches are in a random order; load its weights as transformers.ViTModel"
+_UNITS = (
+    "its tokens are in an order of its own, and at the sizes it was trained for its global attention "
+    "has at most 196 of them, so that it always runs dense"
+)
+_BIAS = "it adds a relative position bias to the scores"
 _SWIN = "it attends inside windows, not over one grid"
 _DIFFERENCE = "its output is the difference of two softmax maps"
 _UNKNOWN = "its class is not known, so its keys may not be a prefix followed by one grid"
@@ -461,7 +355,12 @@ _REASONS = {
     "swin": _SWIN,
     "beit": _BIAS,
     "relpos": _BIAS,
+    "vision_transformer_sam": _BIAS,
+    "samvision": _BIAS,
+    "vitdet": _BIAS,
     "diff": _DIFFERENCE,
+    "vitmae": _SHUFFLED,
+    "maskunit": _UNITS,
     "parallel": "its attention is not a module of its own",
 }
 
@@ -482,11 +381,11 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
 
 def raise_not_reducible(model: nn.Module, vit: VisionTransformer) -> NoReturn:
     """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
-    reason = vit.not_reducible or (
-        "it has tokens behind the grid, which the policies would merge"
-        if vit.suffix
-        else "its block is not an attention branch followed by an MLP branch"
-    )
+    reason = "its block is not an attention branch followed by an MLP branch"
+    if vit.suffix:
+        reason = "it has tokens behind the grid, which the policies would merge"
+    elif not vit.one_grid:
+        reason = "its blocks do not all attend over one grid, the same for all images"
     raise TypeError(
         f"the tokens of {class_name(vit.blocks[0])} in {type(model).__name__} cannot be reduced: "
         f"{reason}.\ndocs/models.md lists the models whose tokens can be reduced."

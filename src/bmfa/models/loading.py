@@ -31,10 +31,7 @@ _EXAMPLES = ["deit_tiny_patch16_224", "vit_base_patch16_224", "vit_small_patch14
 # The argument with which models of transformers accept images of another size.
 _INTERPOLATE = "interpolate_pos_encoding"
 _EMBEDDED_PREPROCESSING = Preprocessing(
-    (embedded.IMAGE_SIZE, embedded.IMAGE_SIZE),
-    1.0,
-    mean=(embedded.MEAN,) * 3,
-    std=(embedded.STD,) * 3,
+    (embedded.IMAGE_SIZE,) * 2, 1.0, mean=(embedded.MEAN,) * 3, std=(embedded.STD,) * 3
 )
 
 
@@ -82,9 +79,7 @@ class LoadedModel:
             torch.Size([2, 24])
         """
         output = self.model(pixels, **self.options)
-        if isinstance(output, Tensor):
-            return output
-        logits = getattr(output, "logits", None)
+        logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor):
             raise TypeError(
                 f"{self.name} returns {type(output).__name__} without logits; load a classifier"
@@ -131,13 +126,14 @@ def load_model(
         ((128, 128), 'striped triangle, 1 tick')
     """
     source, _, rest = name.partition(":")
+    any_size = img_size is not None
     if name == "embedded":
-        loaded = _load_embedded(weights)
+        model = embedded.load(weights)
+        loaded = LoadedModel(name, model, _EMBEDDED_PREPROCESSING, BADGE_CLASSES)
     elif source == "timm" and rest:
-        loaded = _load_timm(rest, weights, any_size=img_size is not None)
+        loaded = _load_timm(rest, weights, any_size=any_size)
     elif (source == "hf" and rest) or Path(name).is_dir():
-        path = rest if source == "hf" else name
-        loaded = _load_transformers(path, weights, any_size=img_size is not None)
+        loaded = _load_transformers(rest if source == "hf" else name, weights, any_size=any_size)
     else:
         raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
     preprocess = loaded.preprocess.override(
@@ -178,16 +174,14 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
 
     Models of unsupported classes are not checked; `patch` and `reduce` refuse them.
     """
-    given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
     try:
-        host = find_vision_transformer(model)
+        projection: Any = find_vision_transformer(model).projection
     except TypeError:
         return
-    projection: Any = host.projection
-    encoder: Any = host.tower  # NaFlexViT has a linear projection
-    strides = projection.stride if hasattr(projection, "stride") else encoder.embeds.patch_size
+    strides = getattr(projection, "stride", None) or getattr(projection, "patch_size", (1, 1))
     for side, patch_size in zip(size, strides[-2:], strict=True):
         if side % patch_size:
+            given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
             raise ValueError(
                 f"img_size is {given}; {name} has patches of {patch_size} pixels, so pass "
                 f"{multiples(side, patch_size)}"
@@ -208,18 +202,12 @@ def check_timm_name(timm: Any, architecture: str) -> None:
     )
 
 
-def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
-    model = embedded.load(weights)
-    return LoadedModel("embedded", model, _EMBEDDED_PREPROCESSING, BADGE_CLASSES)
-
-
 def _load_timm(name: str, weights: str | os.PathLike[str] | None, *, any_size: bool) -> LoadedModel:
     timm = load_package("timm")
     check_timm_name(timm, name)
     options: dict[str, Any] = {"dynamic_img_size": True} if any_size else {}
     if weights is None:
-        cfg = timm.get_pretrained_cfg(name)
-        repository = cfg.hf_hub_id if cfg is not None else None
+        repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
         if not repository:
             raise ValueError(f"timm publishes no weights for {name} on the hub; pass weights=FILE")
         with _explained(f"timm:{name}", repository, "model.safetensors"):
@@ -230,17 +218,16 @@ def _load_timm(name: str, weights: str | os.PathLike[str] | None, *, any_size: b
     try:
         model = timm.create_model(name, **options)
     except TypeError as error:
-        if "dynamic_img_size" not in str(error):
+        if not any_size:
             raise
         raise ValueError(
-            f"img_size is given, and timm:{name} takes images of one size; leave img_size out, or make "
-            "the model with timm.create_model and pass it to bmfa.patch"
+            f"timm:{name} takes images of one size: {error}; leave img_size out, or make the model with "
+            "timm.create_model and pass it to bmfa.patch"
         ) from None
     if weights is not None:
         load_weights(model, weights)
-    preprocess = find_preprocessing(model) or Preprocessing()
     classes = imagenet_names() if model.num_classes == 1000 else None
-    return LoadedModel(name, model, preprocess, classes)
+    return LoadedModel(name, model, find_preprocessing(model) or Preprocessing(), classes)
 
 
 def _load_transformers(
@@ -260,10 +247,9 @@ def _load_transformers(
     with _explained(f"hf:{source}", source, files):
         config = transformers.AutoConfig.from_pretrained(source, **options)
         classifies = any("ForImageClassification" in name for name in config.architectures or ())
-        kind = (
-            transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
-        )
-        model = kind.from_config(config) if weights else kind.from_pretrained(source, **options)
+        kind = "AutoModelForImageClassification" if classifies else "AutoModel"
+        make = getattr(transformers, kind)
+        model = make.from_config(config) if weights else make.from_pretrained(source, **options)
     if weights is not None:
         load_weights(model, weights)
     try:
@@ -275,9 +261,8 @@ def _load_transformers(
     labels: dict[int, Any] = config.id2label if classifies else {}
     classes = tuple(str(labels[index]) for index in sorted(labels)) or None
     interpolates = any_size and _INTERPOLATE in signature(model.forward).parameters
-    return LoadedModel(
-        source, model, preprocess, classes, {_INTERPOLATE: True} if interpolates else {}
-    )
+    calls = {_INTERPOLATE: True} if interpolates else {}
+    return LoadedModel(source, model, preprocess, classes, calls)
 
 
 @contextmanager
@@ -288,17 +273,18 @@ def _explained(model: str, repository: str, files: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if Path(repository).is_dir():
-            raise FileNotFoundError(
-                f"{repository} does not contain a complete model: {str(error).splitlines()[0]}; "
-                "put a whole model.safetensors beside config.json, or pass weights=FILE"
-            ) from None
-        raise FileNotFoundError(
+        message = (
             f"the files of {model} are not in the local cache and cannot be downloaded "
             f"({type(error).__name__}); on a machine with a network download {files} from "
             f"https://huggingface.co/{repository}/tree/main, copy them to this machine, and pass the "
             "weights with weights='PATH/model.safetensors' (--weights), or the folder as hf:PATH"
-        ) from None
+        )
+        if Path(repository).is_dir():
+            message = (
+                f"{repository} does not contain a complete model: {str(error).splitlines()[0]}; "
+                "put a whole model.safetensors beside config.json, or pass weights=FILE"
+            )
+        raise FileNotFoundError(message) from None
 
 
 def is_reachable() -> bool:

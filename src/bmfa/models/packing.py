@@ -12,19 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmfa.checks import is_compiling
 from bmfa.grid import Grid
 
-# Attention over (images, heads, prefix + N, d) tokens of images with the same grid.
-ImageAttention = Callable[[Grid, Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True, eq=False)
 class ImageGroup:
     """Images of one grid, which share a call of attention."""
 
     grid: Grid
-    # (images, prefix + N) indices of the tokens in the flattened (B, T); spatial ones in raster order
+    # (images, N) indices of the tokens in the flattened (B, T), in raster order
     index: Tensor
-    # (images, P) indices of padding that attends to the keys of its image; None if there is none
-    padding: Tensor | None = None
+    # (images, P) indices of the padding behind the images, which attends to the keys of its image
+    padding: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,34 +29,23 @@ class Packing:
     """The images in the sequences (B, T) of one forward pass. Each attends to itself only."""
 
     groups: tuple[ImageGroup, ...]
-    # (B * T,) row of each token in the concatenated outputs of the groups. Tokens of no image have a
-    # row behind these, one for each sequence.
-    inverse: Tensor
-    padded: bool  # True if there are tokens of no image
+    inverse: Tensor  # (B * T,) row of each token in the concatenated outputs of the groups
     shape: tuple[int, int]  # (B, T)
-    mask_is_padding: bool = False  # True if attention masks hide nothing but padding
-    traced: bool = False  # True if it was made inside a graph of torch.compile
 
     def attend(
-        self,
-        attention: ImageAttention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
+        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Tensor:
         """Compute attention inside each image.
 
         Args:
-            attention: Called once for each group, with its grid and its q, k, v.
+            attention: Called once for each group, with its q, k, v, (images, heads, N, d), and grid=.
             q: (B, heads, T, d) queries; k, v likewise.
             k: Keys.
             v: Values.
-            scale: The factor of the scores of padding that attends to an image.
+            scale: The factor of the scores of padding.
 
         Returns:
-            (B, heads, T, e). Other tokens of no image get the mean of the values of their sequence,
-            which is what softmax returns if all keys are hidden with the same large negative number.
+            (B, heads, T, e).
 
         Raises:
             ValueError: If q has another shape than the packing.
@@ -73,69 +59,35 @@ class Packing:
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B * T, heads, d)
         outputs = []
         for group in self.groups:
-            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (images, heads, P + N, d)
-            output = attention(group.grid, inputs[0], inputs[1], inputs[2])
-            outputs.append(output.transpose(1, 2).flatten(0, 1))
-            if group.padding is not None:
+            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (images, heads, N, d)
+            outputs.append(attention(*inputs, grid=group.grid))
+            if group.padding.numel():
                 query = flat[0][group.padding].transpose(1, 2)
-                output = scaled_dot_product_attention(query, inputs[1], inputs[2], scale=scale)
-                outputs.append(output.transpose(1, 2).flatten(0, 1))
-        if self.padded:
-            outputs.append(v.mean(2).to(outputs[0].dtype))  # (B, heads, e)
-        rows = torch.cat(outputs)[self.inverse]  # (B * T, heads, e)
+                outputs.append(scaled_dot_product_attention(query, *inputs[1:], scale=scale))
+        rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in outputs])[self.inverse]
         return rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2)
 
 
 def pack(
-    images: Sequence[tuple[Grid, Tensor]],
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    mask_is_padding: bool = False,
-    padding_attends: bool = False,
+    images: Sequence[tuple[Grid, Tensor]], shape: tuple[int, int], device: torch.device
 ) -> Packing:
-    """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each image.
+    """Make a packing from the grid and the (N,) flat positions of the tokens of each image.
 
-    Images may share no token. With `padding_attends`, every sequence has one image, at its start,
-    and the tokens behind it attend to the keys of the image.
+    The images fill one sequence, or every sequence begins with one of them and has padding behind it.
     """
-    by_grid: dict[tuple[int, int], list[Tensor]] = {}  # torch.compile cannot trace grids as keys
+    by_grid: dict[Grid, list[Tensor]] = {}
     for grid, index in images:
-        by_grid.setdefault((grid.height, grid.width), []).append(index)
-    groups = [(Grid(*sides), torch.stack(indices)) for sides, indices in by_grid.items()]
-    batch, tokens = shape
-    padding: list[Tensor | None] = [None] * len(groups)
-    if padding_attends:
-        padding = [_behind(index, tokens) for _, index in groups]
-    parts = [(index, behind) for (_, index), behind in zip(groups, padding, strict=True)]
-    rows = torch.cat([part.flatten() for pair in parts for part in pair if part is not None])
-    # The row behind the outputs that belongs to the sequence of each token.
-    sequence = torch.arange(batch * tokens, device=rows.device) // tokens
-    inverse = (len(rows) + sequence).scatter(0, rows, torch.arange(len(rows), device=rows.device))
-    return Packing(
-        tuple(
-            ImageGroup(grid, index.to(device), None if behind is None else behind.to(device))
-            for (grid, index), behind in zip(groups, padding, strict=True)
-        ),
-        inverse.to(device),
-        len(rows) < batch * tokens,
-        shape,
-        mask_is_padding,
-        is_compiling(),
-    )
-
-
-def index_device(x: Tensor) -> torch.device:
-    """Device for indices of tokens: that of x in a graph; else the CPU, with one copy at the end."""
-    return x.device if is_compiling() else torch.device("cpu")
-
-
-def _behind(index: Tensor, tokens: int) -> Tensor | None:
-    """Return (images, P) indices behind the images in their sequences, None if there are none."""
-    count = index.shape[1]
-    if count == tokens:
-        return None
-    return index[:, :1] // tokens * tokens + torch.arange(count, tokens, device=index.device)
+        by_grid.setdefault(grid, []).append(index)
+    tokens, groups, order = shape[1], [], []
+    for grid, indices in by_grid.items():
+        index = torch.stack(indices)
+        first = index[:, :1] // tokens * tokens
+        length = tokens if shape[0] == len(images) else grid.size
+        padding = first + torch.arange(grid.size, length)
+        groups.append(ImageGroup(grid, index.to(device), padding.to(device)))
+        order += [index.flatten(), padding.flatten()]
+    inverse = torch.cat(order).argsort()
+    return Packing(tuple(groups), inverse.to(device), shape)
 
 
 def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
@@ -165,9 +117,8 @@ def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
 
 # The message of torch.compile(fullgraph=True).
 _REASON = (
-    "the grids of these images are values of a tensor, which a graph cannot read, so bmfa breaks the "
-    "graph here: compile without fullgraph=True, or pass images whose grids follow from shapes and "
-    "integers; 'Compiled models' in docs/models.md lists them"
+    "the images of this model may have several grids, so bmfa breaks the graph at their attention: "
+    "compile without fullgraph=True"
 )
 _outside: dict[str, Callable[..., Any]] = {}
 
@@ -178,11 +129,9 @@ def prepare_compiling() -> None:
         _outside["call"] = torch.compiler.disable(_call, reason=_REASON)  # type: ignore[no-untyped-call]
 
 
-def outside_graphs(
-    function: Callable[..., Any], *args: Any, traceable: bool = False, **kwargs: Any
-) -> Any:
-    """Call a function; torch.compile breaks its graph there, unless the function is traceable."""
-    if traceable or not is_compiling():
+def outside_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; torch.compile breaks its graph there."""
+    if not is_compiling():
         return function(*args, **kwargs)
     return _outside["call"](partial(function, *args, **kwargs))
 

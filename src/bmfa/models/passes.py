@@ -9,27 +9,22 @@ a backward pass, or that runs in turn with the blocks of another pass, finds its
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from bmfa.attention.result import ErrorEstimate, Stats
-from bmfa.attention.tiling import Tiling, tokens_to_tiles
 from bmfa.checks import is_compiling
 from bmfa.grid import Grid
 from bmfa.models.packing import Packing
 
-# Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
-_MAX_SIZES = 256
 # The id of the backward pass that this thread runs, -1 outside of backward passes.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The grid of all images of a pass, or where the tokens of each image are.
 Images: TypeAlias = Grid | Packing
-State = TypeVar("State")
 
 
 def is_recomputing() -> bool:
@@ -39,47 +34,36 @@ def is_recomputing() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a patched layer, for `bmfa.summary`: small tensors, but neither q, k, v nor trees."""
+    """One call of a patched layer, for `bmfa.summary`."""
 
     form: str
     backend: str
     reason: str
-    grid: Grid | None = None
-    expanded_count: Tensor | None = None  # (B, heads, groups)
-    valid: Tensor | None = None  # (B or 1, N)
-    measure_error: Callable[[], ErrorEstimate] | None = None
-    in_cuda_graph: bool = False  # True if a replay of the graph may change the tensors
+    stats: Stats | None = None  # without q, k, v, outputs and trees; None if they are not known
 
     @classmethod
-    def from_stats(cls, stats: Stats, grid: Grid, valid: Tensor | None) -> "LayerCall":
-        """Keep what is shown of a call of `screened_attention`."""
-        count = stats.expanded_count
-        in_graph = count is not None and count.is_cuda and torch.cuda.is_current_stream_capturing()
-        result = (stats.form, stats.backend, stats.reason, grid, count, valid)
-        return cls(*result, stats.measure_error, in_graph)
+    def from_stats(cls, stats: Stats) -> "LayerCall":
+        """Keep the small tensors of a call of `screened_attention`."""
+        kept: Stats | None = replace(stats, make_tree=None)
+        if tiles := stats.tiles:
+            none = cast(Any, None)
+            tiles = replace(tiles, output=none, expanded_or_make=none)
+            kept = replace(stats, make_tree=None, tiles=tiles)
+            if tiles.probes.is_cuda and torch.cuda.is_current_stream_capturing():
+                kept = None  # a replay of the graph may change the tensors
+        return cls(stats.form, stats.backend, stats.reason, kept)
 
     @property
     def density(self) -> float | None:
         """Mean share of the tiles that a group of queries expands, as in `Stats.density`."""
-        if self.form == "dense":
-            return 1.0
-        if self.grid is None or self.expanded_count is None or self.in_cuda_graph:
-            return None
-        tiling, counts = Tiling(self.grid), self.expanded_count.double()
-        if self.valid is None:
-            return float(counts.mean()) / tiling.tiles
-        valid = self.valid[:, None, :, None]
-        tiles, groups = (
-            tokens_to_tiles(valid, x, torch.bool).squeeze(-1).any(-1)
-            for x in (tiling, tiling.queries)
-        )  # (B or 1, T) and (B or 1, R)
-        shares = counts / tiles.sum(-1).view(-1, 1, 1)
-        return float(shares[groups.unsqueeze(1).expand_as(shares)].mean())
+        known = None if self.stats is None else self.stats.density
+        return 1.0 if self.form == "dense" else known
 
     @property
     def error(self) -> ErrorEstimate | None:
         """The measured error, as in `Stats.error`, without its warning."""
-        return None if self.measure_error is None or self.in_cuda_graph else self.measure_error()
+        measure = None if self.stats is None else self.stats.measure_error
+        return None if measure is None else measure()
 
 
 @dataclass(eq=False)
@@ -88,6 +72,9 @@ class ForwardPass:
 
     images: Images | None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)  # by layer
+    states: dict[int, Any] = field(
+        default_factory=dict
+    )  # of a reduction, by the block they precede
     block: int = -1  # the last block that began
     inside: bool = False  # True while that block runs
     outer: "ForwardPass | None" = None  # the pass whose block runs this one, by a hook
@@ -96,41 +83,33 @@ class ForwardPass:
     compiled: bool = False  # True if the pass ran in a compiled graph; nothing is known of it then
     output: tuple[Any, ...] = ()  # shape, dtype and device of the tokens behind the last block
 
-    def fits(self, tokens: Tensor, special: int) -> bool:
-        """True if the tokens (B, tokens, C) may be those of the images."""
-        if not isinstance(self.images, Grid):
-            return True
-        return tokens.dim() != 3 or tokens.shape[1] == special + self.images.size
-
-
-class PerThread(Generic[State]):
-    """A state for each thread. Copies and pickles start without any."""
-
-    def __init__(self, make: Callable[[], State]) -> None:
-        self._make = make
-        self._local = threading.local()
-
-    def __reduce__(self) -> Any:
-        return PerThread, (self._make,)
-
-    def get(self) -> State:
-        """Return the state of this thread."""
-        state: State | None = getattr(self._local, "state", None)
-        if state is None:
-            self._local.state = state = self._make()
-        return state
-
 
 @dataclass(eq=False)
-class _Thread:
+class Thread:
     """The passes of a thread."""
 
     current: ForwardPass | None = None
     graph_task: int = -1  # the backward pass in which `current` was set
     begun: tuple[ForwardPass, ...] = ()  # passes that have not reached the first block
-    entered: "tuple[weakref.ref[ForwardPass], ...]" = ()  # passes beyond it whose tokens live
+    # Passes that have, while their tokens live.
+    entered: "weakref.WeakSet[ForwardPass]" = field(default_factory=weakref.WeakSet)
     finished: ForwardPass | None = None  # the last one that left the last block
     traced: Images | None = None  # of the pass that torch.compile traces
+    # Of a token reduction: before the next block of a traced pass, of the block that runs, at the end.
+    traced_state: Any = None
+    running_state: Any = None
+    last_state: Any = None
+    exposing: bool = False  # True while a method runs that returns the outputs of blocks
+
+
+class PerThread(threading.local):
+    """A `Thread` for each thread. Copies and pickles start without any."""
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+
+    def __reduce__(self) -> Any:
+        return PerThread, ()
 
 
 @dataclass(eq=False)
@@ -139,21 +118,18 @@ class Passes:
 
     prefix: int = 0  # tokens before the grid
     suffix: int = 0  # tokens behind the grid, such as detection tokens
-    threads: PerThread[_Thread] = field(default_factory=partial(PerThread, _Thread))
+    local: PerThread = field(default_factory=PerThread)
     handles: list[Any] = field(default_factory=list)  # of hooks
-    # By token count: the grid of all passes so far, or None if several grids have that many tokens.
-    sizes: dict[int, Grid | None] = field(default_factory=dict)
     warned: set[Grid] = field(default_factory=set)  # grids that a plan is not for
     compiled: bool = False  # True if torch.compile has traced the model
     depth: int = 0  # number of layers
-    idle: set[int] = field(default_factory=set)  # layers that must run in the first pass
     # Blocks of the model whose attention is not a layer, and what it is instead.
     other_blocks: dict[int, str] = field(default_factory=dict)
 
     @property
-    def thread(self) -> _Thread:
+    def thread(self) -> Thread:
         """The passes of this thread."""
-        return self.threads.get()
+        return self.local.thread
 
     @property
     def special(self) -> int:
@@ -161,7 +137,7 @@ class Passes:
         return self.prefix + self.suffix
 
     def watch(self, vit: Any) -> None:
-        """Begin a pass at the patch projection, or with a reader of its own, and follow the blocks."""
+        """Begin a pass at the patch projection, or by a reader, and follow the blocks."""
         for layer, block in enumerate(vit.blocks):
             hooks = BlockHooks(self, layer, last=layer == len(vit.blocks) - 1)
             self.handles.append(block.register_forward_pre_hook(hooks.enter))
@@ -169,7 +145,8 @@ class Passes:
         if vit.reader is None:
             self.handles.append(vit.projection.register_forward_hook(self.read_grid))
         else:
-            vit.reader(self).watch(vit.tower)
+            reader = vit.reader(self)
+            self.handles.append(vit.tower.register_forward_pre_hook(reader, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -177,14 +154,25 @@ class Passes:
             handle.remove()
         self.handles = []
 
-    def read_grid(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        """Forward hook of the projection."""
-        height, width = output.shape[-2:]
+    def read_grid(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook of the projection, which returns a map, or tokens and the shape of the grid."""
+        sides = output[1] if isinstance(output, tuple) else output.shape[-2:]
+        if sides is None:
+            raise ValueError(
+                "images with patch_coord= are not supported in patched models, because each may have "
+                "another grid; pass images of one size, (N, 3, height, width)"
+            )
+        height, width = sides
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         self.begin(Grid(int(height), int(width)))
 
     def begin(self, images: Images | None) -> None:
         """Begin a forward pass in this thread."""
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "patched and reduced models cannot be traced by torch.jit.trace: a trace would keep for "
+                "all inputs what was chosen for the example; use torch.compile or torch.export.export"
+            )
         thread = self.thread
         if is_compiling():
             thread.traced, thread.current = images, None
@@ -194,13 +182,8 @@ class Passes:
         thread.traced, thread.current = None, begun
         thread.graph_task = current_graph_task()
         thread.begun = (*(p for p in thread.begun if p.images != images), begun)
-        if isinstance(images, Grid) and images.size not in self.sizes:
-            if len(self.sizes) < _MAX_SIZES:
-                self.sizes[images.size] = images
-        elif isinstance(images, Grid) and self.sizes[images.size] != images:
-            self.sizes[images.size] = None
 
-    def enter_first(self, tokens: Tensor, found: ForwardPass | None = None) -> ForwardPass | None:
+    def enter_first(self, tokens: Tensor, found: ForwardPass | None) -> ForwardPass | None:
         """Return the pass whose tokens the first block receives, None if there is none.
 
         Args:
@@ -208,7 +191,7 @@ class Passes:
             found: The pass that these tokens have been through, if they run a second time.
         """
         thread = self.thread
-        fitting = [begun for begun in thread.begun if begun.fits(tokens, self.special)]
+        fitting = [begun for begun in thread.begun if self._fits(begun, tokens)]
         found = thread.current if found is None else found
         if fitting:
             # The latest: an exception, or a call of the projection alone, has left the others.
@@ -226,9 +209,14 @@ class Passes:
             )
         else:
             entered = ForwardPass(found.images)
-        living = (one for one in thread.entered if one() is not None)
-        thread.entered = (*living, weakref.ref(entered))
+        thread.entered.add(entered)
         return entered
+
+    def _fits(self, begun: ForwardPass, tokens: Tensor) -> bool:
+        """True if the tokens may be those of the images of a pass."""
+        if not isinstance(begun.images, Grid) or tokens.dim() != 3:
+            return True
+        return tokens.shape[1] == self.special + begun.images.size
 
     @property
     def images(self) -> Images | None:
@@ -258,7 +246,7 @@ class Passes:
         return None if other else images
 
     def grid_of(self, tokens: int, grid: Grid | None = None) -> Grid:
-        """Return the grid of the running block, or the given one, if it fits the number of tokens.
+        """Return the grid of the running pass, or the given one, if it fits the number of tokens.
 
         Raises:
             RuntimeError: If no grid is known.
@@ -267,12 +255,11 @@ class Passes:
         if grid is None and isinstance(images := self.images, Grid):
             grid = images
         if grid is None and is_recomputing():
-            grid = self.sizes.get(tokens - self.special)
-            if grid is None:
-                raise RuntimeError(
-                    f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
-                    "unknown; apply gradient checkpointing to whole blocks or to the model"
-                )
+            raise RuntimeError(
+                f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
+                "unknown; apply gradient checkpointing to whole blocks or to the model, and to a model "
+                "whose attention is named only with grid=(height, width)"
+            )
         if grid is None:
             current = self.thread.current
             raise RuntimeError(
@@ -329,49 +316,40 @@ class BlockHooks:
         """Forward pre-hook."""
         if is_compiling():
             return
-        tokens = args[0] if args and isinstance(args[0], Tensor) else None
-        running = None if tokens is None else self._find(tokens)
-        if running is None:
-            running = self.passes.thread.current
-        if running is None:
-            return
-        thread = self.passes.thread
-        thread.current, thread.graph_task = running, current_graph_task()
-        running.block, running.inside = self.layer, True
-        if tokens is not None:
-            mark(tokens, self.passes, running)
+        tokens, thread = args[0] if args else None, self.passes.thread
+        running = self._find(tokens) or thread.current
+        if running is not None:
+            thread.current, thread.graph_task = running, current_graph_task()
+            running.block, running.inside = self.layer, True
+            self._mark(tokens, running)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook."""
         tokens, thread = first_tensor(output), self.passes.thread
         if not is_compiling():
-            running = None
-            if args and isinstance(args[0], Tensor):
-                running = marked(args[0], self.passes)
-            thread.current = running = thread.current if running is None else running
+            # A pass inside of the block has set another one.
+            thread.current = running = self._marked(args[0] if args else None) or thread.current
             if running is not None:
                 running.inside = False
-                if isinstance(tokens, Tensor):
-                    mark(tokens, self.passes, running)
+                self._mark(tokens, running)
         if self.last:
             self.passes.finish(thread.current, tokens)
 
-    def _find(self, tokens: Tensor) -> ForwardPass | None:
+    def _find(self, tokens: Any) -> ForwardPass | None:
         """Return the pass of the tokens that the block receives, None if they do not say."""
-        found: ForwardPass | None = marked(tokens, self.passes)
-        if is_recomputing():
+        found = self._marked(tokens)
+        if is_recomputing() or not isinstance(tokens, Tensor):
             return found
         if self.layer == 0:
             return self.passes.enter_first(tokens, found)
-        return found or self._unmarked()
+        return found or self._find_unmarked()
 
-    def _unmarked(self) -> ForwardPass | None:
+    def _find_unmarked(self) -> ForwardPass | None:
         """Return the pass of tokens that no block has returned, such as a copy."""
         before, current = self.layer - 1, self.passes.thread.current
         if current is None:
             return None
-        running = (entered() for entered in self.passes.thread.entered)
-        others = (one.images for one in running if one is not None and one.block == before)
+        others = (one.images for one in self.passes.thread.entered if one.block == before)
         if current.block == before and all(images == current.images for images in others):
             return current
         return ForwardPass(
@@ -380,25 +358,20 @@ class BlockHooks:
             "grid is unknown; run one image through the model after the other, and all blocks in turn",
         )
 
+    def _mark(self, tokens: Any, running: ForwardPass) -> None:
+        """Associate a pass with the storage of the tokens for as long as that lives."""
+        if (storage := _storage(tokens)) is not None:
+            storage.bmfa_pass = (self.passes, running)
 
-def mark(tokens: Tensor, passes: object, state: object) -> None:
-    """Associate the state of a pass with the storage of the tokens for as long as that lives."""
-    storage = None if is_compiling() else _storage(tokens)
-    if storage is not None:
-        storage.bmfa_pass = (passes, state)
-
-
-def marked(tokens: Tensor, passes: object) -> Any:
-    """Return the state that `mark` has associated with the tokens, None if there is none."""
-    if is_compiling():
-        return None
-    owner, state = getattr(_storage(tokens), "bmfa_pass", (None, None))
-    return state if owner is passes else None
+    def _marked(self, tokens: Any) -> ForwardPass | None:
+        """Return the pass of the storage of the tokens, None if there is none."""
+        owner, running = getattr(_storage(tokens), "bmfa_pass", (None, None))
+        return running if owner is self.passes else None
 
 
-def _storage(tokens: Tensor) -> Any:
+def _storage(tokens: Any) -> Any:
     try:
-        return tokens.untyped_storage()
+        return tokens.untyped_storage() if isinstance(tokens, Tensor) else None
     except (NotImplementedError, RuntimeError):
         return None  # tensors inside torch.func transforms
 

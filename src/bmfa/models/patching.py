@@ -2,9 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,15 +12,14 @@ from bmfa.attention.api import check_choices
 from bmfa.attention.call import Backend
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
-from bmfa.models.described import DescribedPasses, GridSource, describe, described_model
+from bmfa.models.described import DescribedPasses, Description, GridSource, described_model
 from bmfa.models.families import VisionTransformer, check_module, find_vision_transformer
-from bmfa.models.override import override_of, restore_method
-from bmfa.models.passes import Passes
-from bmfa.models.plan import Plan
-from bmfa.models.replacement import replacement_of, replacements_in
-from bmfa.models.screened_layer import AttentionFunction, ScreenedLayer
+from bmfa.models.plan import Plan, ReductionPlan
+from bmfa.models.replacement import replacement_of
+from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
+AnyPlan = TypeVar("AnyPlan", Plan, ReductionPlan)
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
 _SEED_STRIDE = 1009
 _DEFAULT_RULE_LAYERS = "last-4"  # the layers of the paper
@@ -108,14 +107,9 @@ def patch(
         >>> torch.equal(bmfa.unpatch(model)(images), full)
         True
     """
-    options = {
-        "rule": None if rule is None else as_rule(rule),
-        "error": error,
-        "leaves": leaves,
-        "max_depth": max_depth,
-        "allow_dense": allow_dense,
-        "backend": backend,
-    }
+    rule = None if rule is None else as_rule(rule)
+    options = {"rule": rule, "error": error, "leaves": leaves, "max_depth": max_depth}
+    options |= {"allow_dense": allow_dense, "backend": backend}
     if attention is None and (grid is not None or prefix or suffix):
         raise ValueError(
             f"grid is {grid!r}, prefix {prefix} and suffix {suffix}, which are for models that are not "
@@ -130,35 +124,45 @@ def patch(
             )
         _check_alone(options | {"layers": layers})
         return patch_planned(model, plan)
-    _check_options(**options)
+    _check_options(options)
     if attention is None:
         vit = find_vision_transformer(model)
     else:
-        vit = described_model(check_module(model), describe(attention, grid, prefix, suffix))
+        vit = described_model(check_module(model), Description(attention, grid, prefix, suffix))
     if layers is None:
         layers = "all" if rule is None else _DEFAULT_RULE_LAYERS
     depth = len(vit.attentions)
     if layers == _DEFAULT_RULE_LAYERS and rule is not None and depth < 4:
         layers = "all"
-    indices = layer_indices(layers, depth)
-    install_layers(model, vit, {index: _options_of_layer(options, index) for index in indices})
+    chosen = {index: dict(options) for index in layer_indices(layers, depth)}
+    if isinstance(rule, RandomQuadrants):  # an independent seed in every layer
+        for index, one in chosen.items():
+            one["rule"] = replace(rule, seed=_SEED_STRIDE * rule.seed + index)
+    install_layers(model, vit, chosen)
     return model
 
 
 def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.Module:
     """Give every layer of a model the setting of a plan, in place."""
-    if isinstance(plan, (str, os.PathLike)):
-        plan = Plan.load(plan)
-    elif not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan is {type(plan).__name__}; pass what bmfa.tune returned, or the file it was saved to"
-        )
-    plan.check_model(model)
+    plan = read_plan(plan, Plan, "tune", model)
     vit = find_vision_transformer(model)
     exact = {"error": 0.0}  # by the native kernel where that is faster
     options = dict.fromkeys(range(len(vit.attentions)), exact) | planned_options(plan.errors)
     install_layers(model, vit, options, plan.token_grids)
     return model
+
+
+def read_plan(plan: object, kind: type[AnyPlan], maker: str, model: nn.Module) -> AnyPlan:
+    """Return a plan, or that of a file, which must be for this model."""
+    if isinstance(plan, (str, os.PathLike)):
+        plan = kind.load(plan)
+    if not isinstance(plan, kind):
+        raise TypeError(
+            f"plan is {type(plan).__name__}; pass what bmfa.{maker} returned, or the file it was saved "
+            "to"
+        )
+    plan.check_model(model)
+    return plan
 
 
 def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
@@ -187,46 +191,20 @@ def install_layers(
     unpatch(model)
     if not options:
         return
-
-    def make(passes: Passes) -> list[ScreenedLayer]:
-        layers = [ScreenedLayer(index, passes, options[index]) for index in sorted(options)]
-        if planned is not None:
-            for layer in layers:
-                layer.planned = planned[layer.layer] if layer.options["error"] else None
-        return layers
-
-    install_functions(vit, make)
-
-
-def install_functions(
-    vit: VisionTransformer, make: Callable[[Passes], Sequence[AttentionFunction]]
-) -> Sequence[AttentionFunction]:
-    """Replace the attention of some layers by functions of q, k and v.
-
-    Args:
-        vit: The parts of a model that is not patched.
-        make: Makes the functions, one for each of the layers.
-
-    Returns:
-        The functions.
-    """
     passes = vit.follow()
-    functions = make(passes)
-    for function in functions:
-        vit.replacement(function).install(vit.attentions[function.layer])
-    passes.depth = len(vit.attentions)
-    passes.other_blocks = dict(vit.dense_blocks)
+    passes.depth, passes.other_blocks = len(vit.attentions), dict(vit.dense_blocks)
+    for index in sorted(options):
+        layer = ScreenedLayer(index, passes, options[index])
+        if planned is not None and layer.options["error"]:
+            layer.planned = planned[index]
+        vit.replacement(layer).install(vit.attentions[index])
     if isinstance(passes, DescribedPasses):
-        passes.idle = {function.layer for function in functions}
-    return functions
+        passes.idle = set(options)
 
 
 def is_patched(model: nn.Module) -> bool:
     """True if `patch` or `reduce` has changed the model."""
-    return any(
-        replacement_of(module) is not None or override_of(module) is not None
-        for module in model.modules()
-    )
+    return any(replacement_of(module) is not None for module in model.modules())
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -247,12 +225,10 @@ def unpatch(model: nn.Module) -> nn.Module:
         >>> torch.equal(bmfa.unpatch(model)(images), full)
         True
     """
-    for module, replacement in replacements_in(model):
-        replacement.function.passes.remove()
-        replacement.restore(module)
     for module in model.modules():
-        if override_of(module) is not None:
-            restore_method(module)
+        if (replacement := replacement_of(module)) is not None:
+            replacement.remove_hooks()
+            replacement.restore(module)
     return model
 
 
@@ -303,31 +279,23 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 def _check_alone(options: Mapping[str, Any]) -> None:
     """Raise if another option is given with a plan."""
-    default = {"backend": "auto", "allow_dense": True}
     for name, value in options.items():
-        plain = isinstance(value, str | bool)
-        if value is not None and not (plain and value == default.get(name)):
+        if value is not None and value is not True and value != "auto":
             raise ValueError(
                 f"{name} is {value!r} and a plan is given, which has settings for every layer; pass one "
                 "of the two"
             )
 
 
-def _check_options(
-    *,
-    rule: Any,
-    error: Any,
-    leaves: Any,
-    max_depth: Any,
-    allow_dense: Any,
-    backend: Any,
-) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
-    check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
-    if error is not None:
-        check_number("error", error, low=0.0)
-    if leaves is not None:
-        check_leaves(leaves)
+    rule, max_depth = options["rule"], options["max_depth"]
+    exclusive = {name: options[name] for name in ("rule", "error", "leaves")}
+    check_choices(options["allow_dense"], options["backend"], **exclusive)
+    if options["error"] is not None:
+        check_number("error", options["error"], low=0.0)
+    if options["leaves"] is not None:
+        check_leaves(options["leaves"])
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
     if rule is None and max_depth is not None:
@@ -335,11 +303,3 @@ def _check_options(
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
-
-
-def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:
-    """Give random rules an independent seed in every layer."""
-    rule = options["rule"]
-    if isinstance(rule, RandomQuadrants):
-        return options | {"rule": replace(rule, seed=_SEED_STRIDE * rule.seed + layer)}
-    return options

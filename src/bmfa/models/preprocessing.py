@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -77,14 +77,9 @@ class Preprocessing:
             >>> Preprocessing.from_timm(settings).size
             (64, 64)
         """
-        return cls(
-            tuple(settings["input_size"][1:]),
-            float(settings["crop_pct"]),
-            settings["interpolation"],
-            tuple(settings["mean"]),
-            tuple(settings["std"]),
-            settings["crop_mode"] == "squash",
-        )
+        size, mean, std = (tuple(settings[name]) for name in ("input_size", "mean", "std"))
+        crop_pct, squash = float(settings["crop_pct"]), settings["crop_mode"] == "squash"
+        return cls(size[1:], crop_pct, settings["interpolation"], mean, std, squash)
 
     @classmethod
     def from_transformers(cls, settings: Mapping[str, Any]) -> "Preprocessing":
@@ -100,18 +95,14 @@ class Preprocessing:
             >>> Preprocessing.from_transformers({"size": {"height": 64, "width": 64}}).squash
             True
         """
-        resized = size = _sides(settings["size"])
         crops = bool(settings.get("do_center_crop"))
-        if crops:
-            size = _sides(settings["crop_size"])
-        return cls(
-            size,
-            min(1.0, min(size) / min(resized)),
-            _RESAMPLE.get(settings.get("resample", 3), "bicubic"),
-            tuple(settings.get("image_mean", IMAGENET_MEAN)),
-            tuple(settings.get("image_std", IMAGENET_STD)),
-            squash=not crops,
-        )
+        resized = _sides(settings["size"])
+        size = _sides(settings["crop_size"]) if crops else resized
+        crop_pct = min(1.0, min(size) / min(resized))
+        interpolation = _RESAMPLE.get(settings.get("resample", 3), "bicubic")
+        mean = tuple(settings.get("image_mean", IMAGENET_MEAN))
+        std = tuple(settings.get("image_std", IMAGENET_STD))
+        return cls(size, crop_pct, interpolation, mean, std, squash=not crops)
 
     def override(
         self,
@@ -138,15 +129,15 @@ class Preprocessing:
             >>> Preprocessing().override(img_size=448).size
             (448, 448)
         """
-        changes: dict[str, Any] = {
-            "size": (img_size, img_size) if isinstance(img_size, int) else img_size,
-            "crop_pct": crop_pct,
-            "interpolation": interpolation,
-            "mean": mean and tuple(mean),
-            "std": std and tuple(std),
-            "squash": None if crop_pct is None else False,
-        }
-        return replace(self, **{name: v for name, v in changes.items() if v is not None})
+        size = (img_size, img_size) if isinstance(img_size, int) else img_size or self.size
+        return Preprocessing(
+            size,
+            self.crop_pct if crop_pct is None else crop_pct,
+            interpolation or self.interpolation,
+            tuple(mean or self.mean),
+            tuple(std or self.std),
+            self.squash and crop_pct is None,
+        )
 
     def __call__(self, image: Any) -> Tensor:
         """Preprocess one image.

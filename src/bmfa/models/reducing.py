@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
 from bmfa.models.families import find_vision_transformer, raise_not_reducible
-from bmfa.models.override import override_method
-from bmfa.models.passes import Passes
-from bmfa.models.patching import unpatch
+from bmfa.models.patching import read_plan, unpatch
 from bmfa.models.plan import ReductionPlan
 from bmfa.models.replacement import class_name
 from bmfa.models.token_reduction import (
@@ -74,7 +72,7 @@ def reduce(
         raise ValueError(f"{given} given; pass one of them, e.g. policy='free-energy:8'")
     chosen: object = parse(policy) if isinstance(policy, str) else policy
     if plan is not None:
-        plan = _read_plan(plan, model)
+        plan = read_plan(plan, ReductionPlan, "tune_reduction", model)
         chosen = plan.reduction
     if not isinstance(chosen, Policy):
         raise TypeError(
@@ -98,8 +96,7 @@ def reduce(
                 "bmfa.reduce"
             )
     unpatch(model)
-    passes = Passes(vit.prefix)
-    passes.handles.append(vit.projection.register_forward_hook(passes.read_grid))
+    passes = vit.follow()
     reduction = TokenReduction(
         passes,
         chosen,
@@ -110,23 +107,11 @@ def reduce(
         planned=None if plan is None else plan.token_grid,
     )
     for layer, (block, attention) in enumerate(zip(vit.blocks, vit.attentions, strict=True)):
-        override_method(block, ReducedBlock(layer, vit.layout, reduction))
+        ReducedBlock(layer, vit.layout, reduction).install(block)
         vit.replacement(ReducedAttention(layer, passes, reduction)).install(attention)
     if hasattr(vit.tower, "forward_intermediates"):
-        override_method(vit.tower, ExposedBlocks(reduction), "forward_intermediates")
+        ExposedBlocks(reduction).install(vit.tower)
     return model
-
-
-def _read_plan(plan: ReductionPlan | str | os.PathLike[str], model: nn.Module) -> ReductionPlan:
-    """Return the plan; raise unless it is one for this model."""
-    if isinstance(plan, (str, os.PathLike)):
-        plan = ReductionPlan.load(plan)
-    elif not isinstance(plan, ReductionPlan):
-        raise TypeError(
-            f"plan is {type(plan).__name__}; pass what bmfa.tune_reduction returned, or its file"
-        )
-    plan.check_model(model)
-    return plan
 
 
 def final_tokens(model: nn.Module) -> int:
@@ -191,7 +176,7 @@ def _last_pass(model: nn.Module) -> tuple[TokenReduction, ReductionState]:
     reduction = find_reduction(model)
     if reduction is None:
         raise ValueError("the model is not reduced; call bmfa.reduce(model, 'tome:8') first")
-    state = reduction.thread.finished
+    state: ReductionState | None = reduction.passes.thread.last_state
     if state is None:
         raise RuntimeError("the model was not called in this thread; call it first")
     return reduction, state

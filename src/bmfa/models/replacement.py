@@ -1,116 +1,150 @@
-"""How the attention of a module is replaced by a function of q, k and v.
+"""How methods of single modules are replaced, and how attention is: by a function of q, k and v.
 
 There are three ways: `InterceptedAttention` runs the forward of the module and replaces its call of
 `scaled_dot_product_attention`; `InterfaceAttention` of `transformers_attention.py` names a function of
-the attention interface of transformers; and a few modules that do neither have a forward of their own
-here (`BlipAttention`, and `DecomposedAttention` of `relative.py`).
+the attention interface of transformers; and the module of BLIP, which does neither, has a forward of its
+own there (`BlipAttention`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from bmfa.checks import is_compiling
-from bmfa.models.override import override_method, restore_method
-from bmfa.models.screened_layer import AttentionFunction
-
-_ATTRIBUTE = "bmfa_attention"
-_REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
+from bmfa.models.screened_layer import REPLACEMENT, AttentionFunction
 
 
-@dataclass(frozen=True)
-class _ModuleText:
-    """In place of `extra_repr` of one module; an object, because functions of modules do not pickle."""
+class Replacement:
+    """Code that runs in place of a method of one module.
 
-    text: str
-
-    def __call__(self) -> str:
-        return self.text
-
-
-@dataclass(eq=False)
-class AttentionReplacement:
-    """Passes q, k, v of an attention module to a function; each way has a subclass.
-
-    It is stored in the module's `__dict__`: it follows copies and pickles, but is not in the state dict.
+    The class of the instance is replaced by a subclass with another method, which reads its weights
+    through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own. The
+    replacement is in the module's `__dict__`: it follows copies, but is not in the state dict.
     """
 
-    function: AttentionFunction
-    own_repr: Any = field(init=False, default=None)  # `extra_repr` that was set on the instance
+    # `"__call__"` runs around hooks and a `forward` that a wrapper has set on the instance; in place of
+    # `"forward"`, the latter would never run, so it is refused.
+    method: ClassVar[str] = "forward"
 
     def install(self, module: nn.Module) -> None:
-        """Replace the attention of the module."""
-        parts = (module.extra_repr(), f"bmfa: {self.function.describe()}")
-        self.own_repr = module.__dict__.get(_REPR)
-        self.replace(module)
-        module.__dict__[_ATTRIBUTE] = self
-        module.__dict__[_REPR] = _ModuleText(", ".join(part for part in parts if part))
+        """Replace the method.
+
+        Raises:
+            TypeError: If the module has a method of its own that would hide the replacement.
+        """
+        if self.method in module.__dict__:
+            raise TypeError(
+                f"{type(module).__name__} has a {self.method} of its own, set on the instance by a "
+                "wrapper, which bmfa would have to replace; remove the wrapper, or apply it after bmfa"
+            )
+        module.__dict__[REPLACEMENT] = self
+        kind: Any = type(module)
+        module.__class__ = _subclass(kind, self.method)
 
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""
-        self.undo(module)
-        del module.__dict__[_ATTRIBUTE]
-        if isinstance(module.__dict__.get(_REPR), _ModuleText):
-            del module.__dict__[_REPR]
-            if self.own_repr is not None:
-                module.__dict__[_REPR] = self.own_repr
-
-    def replace(self, module: nn.Module) -> None:
-        """Make the module call the function; `run` replaces its forward by default."""
-        override_method(module, self)
-
-    def undo(self, module: nn.Module) -> None:
-        """Undo `replace`."""
-        restore_method(module)
+        del module.__dict__[REPLACEMENT]
+        module.__class__ = type(module).__mro__[1]
 
     def run(self, module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the output of the module; `method` is the one that is overridden."""
+        """Compute what the method returns; `method` is the one that is replaced."""
         raise NotImplementedError
 
+    def describe(self) -> str:
+        """Return what the repr of the module says."""
+        return ""
 
-def replacement_of(module: nn.Module) -> AttentionReplacement | None:
-    """Return what replaces the attention of the module, or None."""
-    return module.__dict__.get(_ATTRIBUTE)
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the whole model."""
 
 
-def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacement]]:
-    """List the modules of a model whose attention is replaced, with the replacements."""
-    pairs = ((module, replacement_of(module)) for module in model.modules())
-    return [(module, replacement) for module, replacement in pairs if replacement is not None]
+def replacement_of(module: nn.Module) -> Replacement | None:
+    """Return what is replaced in the module, or None."""
+    return module.__dict__.get(REPLACEMENT)
+
+
+@lru_cache(maxsize=256)
+def _subclass(kind: Any, method: str) -> type[nn.Module]:
+    """Make a subclass that has the name of `kind` and runs the replacement of the instance."""
+    original = getattr(kind, method)
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        replacement = replacement_of(self)
+        if replacement is None:  # a wrapper has kept the method of a module that is restored
+            return original(self, *args, **kwargs)
+        return replacement.run(self, partial(original, self), *args, **kwargs)
+
+    def extra_repr(self: nn.Module) -> str:
+        replacement = replacement_of(self)
+        texts = (kind.extra_repr(self), "" if replacement is None else replacement.describe())
+        return ", ".join(text for text in texts if text)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        state: Any = super(subclass, self).__reduce_ex__(protocol)
+        return _make, (kind, method), *state[2:]
+
+    body = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": reduce_ex,
+        method: run,
+        "extra_repr": extra_repr,
+    }
+    subclass: type[nn.Module] = type(kind.__name__, (kind,), body)
+    return subclass
+
+
+def _make(kind: Any, method: str) -> nn.Module:
+    """Make an instance without state for unpickling, which adds the state."""
+    subclass = _subclass(kind, method)
+    return subclass.__new__(subclass)
+
+
+@dataclass(eq=False)
+class AttentionReplacement(Replacement):
+    """Passes q, k, v of an attention module to a function; each way has a subclass."""
+
+    function: AttentionFunction
+
+    def describe(self) -> str:
+        """Return the settings of the function."""
+        return f"bmfa: {self.function.describe()}"
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that follow the forward passes."""
+        self.function.passes.remove()
 
 
 @dataclass(eq=False)
 class InterceptedAttention(AttentionReplacement):
-    """Runs the module with `scaled_dot_product_attention` replaced."""
+    """Runs the module, its hooks and wrappers with `scaled_dot_product_attention` replaced."""
 
+    method = "__call__"
     fused: bool = field(init=False, default=True)
 
-    def replace(self, module: nn.Module) -> None:
-        """Run the module inside the interceptor, with its hooks and wrappers."""
+    def install(self, module: nn.Module) -> None:
+        """Replace the method, and choose the fused path: the other one computes the softmax itself."""
+        super().install(module)
         self.fused = getattr(module, "fused_attn", True)
-        if not self.fused:  # the unfused path of timm computes the softmax itself
+        if not self.fused:
             module.__dict__["fused_attn"] = True
-        override_method(module, self, "__call__")
 
-    def undo(self, module: nn.Module) -> None:
-        """Undo `replace`."""
-        restore_method(module)
+    def restore(self, module: nn.Module) -> None:
+        """Undo `install`."""
+        super().restore(module)
         if not self.fused:
             module.__dict__["fused_attn"] = False
 
     def run(self, module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the module."""
-        if self.function.passes.idle and not is_compiling():
-            self.function.passes.idle.discard(self.function.layer)
-        if isinstance(module, nn.MultiheadAttention) and _is_self_attention(
-            module, *args, **kwargs
-        ):
-            return self._run_multihead(module, *args, **kwargs)
+        if isinstance(module, nn.MultiheadAttention) and _is_self_attention(module, args, **kwargs):
+            return self._run_multihead(module, args[0])
         interceptor = Interceptor(self.attend)
         with interceptor:
             output = method(*args, **kwargs)
@@ -140,15 +174,11 @@ class InterceptedAttention(AttentionReplacement):
         output = self.function(q, k, v, *args, **kwargs)
         return output.squeeze(1) if one_head else output
 
-    def _run_multihead(
-        self, module: nn.MultiheadAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    def _run_multihead(self, module: nn.MultiheadAttention, tokens: Tensor) -> tuple[Tensor, None]:
         """Compute the output of a module of torch, whose own forward calls a fused kernel."""
-        tokens: Tensor = args[0] if args else kwargs["query"]
         x = tokens if module.batch_first else tokens.transpose(0, 1)  # (B, T, C)
         qkv = linear(x, module.in_proj_weight, module.in_proj_bias)
-        qkv = qkv.view(*x.shape[:2], 3, module.num_heads, module.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
+        q, k, v = split_heads(qkv, module.num_heads)
         output = self.function(q, k, v, dropout_p=module.dropout if module.training else 0.0)
         output = module.out_proj(output.transpose(1, 2).flatten(2))
         return output if module.batch_first else output.transpose(0, 1), None
@@ -175,28 +205,21 @@ class Interceptor(TorchFunctionMode):
 
 def _is_self_attention(
     module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
+    args: Any,
     need_weights: bool = True,
-    attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
-    is_causal: bool = False,
+    **masks: Any,
 ) -> bool:
     """True if a call is plain self-attention without masks and weights."""
-    masked = key_padding_mask is not None or attn_mask is not None or is_causal or need_weights
+    same = len(args) == 3 and args[0].dim() == 3 and args[0] is args[1] is args[2]
+    masked = any(mask is not None and mask is not False for mask in masks.values())
     added = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
-    plain = module._qkv_same_embed_dim and query.dim() == 3 and query is key and key is value
-    return plain and not masked and not added
+    return same and module._qkv_same_embed_dim and not (need_weights or masked or added)
 
 
-def dropout_of(module: Any) -> float:
-    """Return the probability of attention dropout of a module that applies it now."""
-    if not module.training:
-        return 0.0
-    dropout = getattr(module, "attn_drop", getattr(module, "dropout", 0.0))
-    return float(getattr(dropout, "p", dropout))
+def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Split (B, tokens, 3 * heads * d) into q, k, v, (B, heads, tokens, d) each."""
+    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def class_name(module: nn.Module) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
 from bmfa.attention.call import check_tensors
-from bmfa.attention.dispatch import Choice, exact_choice, in_graph, may_run_dense
+from bmfa.attention.dispatch import Choice, exact_choice, in_graph
 from bmfa.attention.kernels import native
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import DEFAULT_ERROR
@@ -23,6 +23,7 @@ from bmfa.models.packing import Packing
 from bmfa.models.padding_mask import valid_keys
 from bmfa.models.passes import LayerCall, Passes
 
+REPLACEMENT = "bmfa_replacement"  # key of what is replaced in a module, in its `__dict__`
 # Choices that a layer keeps, about 300 bytes each.
 _MAX_CHOICES = 1024
 
@@ -39,7 +40,6 @@ class LayerInputs:
     grid: Grid
     prefix: int
     valid: Tensor | None  # (B or 1, N) spatial keys that exist
-    query_grid: Grid | None = None  # of the queries, where they are fewer than the keys
 
 
 Observer = Callable[[LayerInputs, Screened], None]
@@ -51,6 +51,9 @@ class AttentionFunction:
 
     layer: int
     passes: Passes
+    # Maps the scale, q, k, v (B, heads, tokens, d), `valid_keys` and, where images are packed, grid= to
+    # the output.
+    compute: ClassVar[Callable[..., Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.attend(*args, **kwargs)
@@ -65,9 +68,6 @@ class AttentionFunction:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        *,
-        grid: Grid | None = None,
-        query_grid: Grid | None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -75,13 +75,11 @@ class AttentionFunction:
             query: (B, heads, tokens, d); key and value likewise.
             key: Keys.
             value: Values.
-            attn_mask: A padding mask.
+            attn_mask: A padding mask; the masks of packed images say no more than the packing.
             dropout_p: Refused unless it is 0.
             is_causal: Refused unless it is False.
             scale: Scale of the scores.
-            enable_gqa: True if consecutive query heads may share a key head.
-            grid: The grid of the keys, where it is not that of the running pass.
-            query_grid: The grid of the queries, where it is not that of the keys.
+            enable_gqa: Ignored: consecutive query heads may share a key head in any case.
         """
         if is_causal:
             raise ValueError(
@@ -93,26 +91,14 @@ class AttentionFunction:
                 f"attention dropout of {dropout_p:g} is not supported in patched or reduced models; "
                 "call model.eval(), or build the model with attention dropout 0"
             )
-        if enable_gqa and key.shape[1] != query.shape[1]:
-            share = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(share, 1) for x in (key, value))
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        images = self.passes.images
-        if grid is None and isinstance(images, Packing):
-            if attn_mask is not None and not images.mask_is_padding:
-                raise ValueError(
-                    "an attention mask is not supported in this patched model, which attends inside "
-                    "each image; leave it out, or call bmfa.unpatch(model)"
-                )
-            attend = partial(self._attend_images, scale)
-            return images.attend(attend, query, key, value, scale)
+        images, passes = self.passes.images, self.passes
+        if isinstance(images, Packing):
+            return images.attend(partial(self.compute, scale), query, key, value, scale)
         valid = None
         if attn_mask is not None:
-            valid = valid_keys(attn_mask, self.passes.prefix, self.passes.suffix)
-        return self.compute(query, key, value, scale, valid, grid, query_grid)
-
-    def _attend_images(self, scale: float, grid: Grid, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.compute(q, k, v, scale, None, grid, None)
+            valid = valid_keys(attn_mask, passes.prefix, passes.suffix)
+        return self.compute(scale, query, key, value, valid)
 
     def describe(self) -> str:
         """Return the settings of the layer as text, for the repr of its module."""
@@ -127,19 +113,6 @@ class AttentionFunction:
             plain: False if the call has a mask, dropout, or asks for attention weights.
         """
         return False
-
-    def compute(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        grid: Grid | None,
-        query_grid: Grid | None,
-    ) -> Tensor:
-        """Map q, k, v (B, heads, tokens, d) to the output; valid is (B or 1, N) as in `valid_keys`."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -156,101 +129,72 @@ class ScreenedLayer(AttentionFunction):
     choices: dict[tuple[Any, ...], Choice | None] = field(default_factory=dict)  # by shape
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        grid: Grid | None = None,
-        query_grid: Grid | None = None,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if torch._C._get_tracing_state() is not None:
-            raise RuntimeError(
-                "a patched model cannot be traced by torch.jit.trace: a trace would keep the choice "
-                "between dense attention and tiles for inputs of all sizes; use torch.compile or "
-                "torch.export.export"
-            )
-        if self.observer is None:
-            shape = (*query.shape[:2], key.shape[2], query.shape[3])
-            choice = self.choose(shape, query, grid)
-            if choice is not None:
-                backend, output = _dense_attention(choice, query, key, value, *args, **kwargs)
-                self.passes.log(self.layer, LayerCall("dense", backend, choice.reason))
-                return output
-        return self.attend(query, key, value, *args, grid=grid, query_grid=query_grid, **kwargs)
+        choice = self.choose(query.shape, query)
+        if choice is None:
+            return self.attend(query, key, value, *args, **kwargs)
+        backend, output = _dense_attention(choice, query, key, value, *args, **kwargs)
+        self.passes.log(self.layer, LayerCall("dense", backend, choice.reason))
+        return output
 
     def runs_host(self, shape: tuple[int, ...], x: Tensor, *, plain: bool = True) -> bool:
         """True if the layer runs dense and not by the native kernel, and nothing observes it."""
-        choice = None if self.observer is not None else self.choose(shape, x)
+        choice = self.choose(shape, x)
         if choice is None or (choice.backend == "native" and plain):
             return False
         self.passes.log(self.layer, LayerCall("dense", "host", choice.reason))
         return True
 
-    def choose(self, shape: tuple[int, ...], x: Tensor, grid: Grid | None = None) -> Choice | None:
-        """Return what runs dense attention, None if tiles or trees may run.
+    def choose(self, shape: tuple[int, ...], x: Tensor) -> Choice | None:
+        """Return what runs dense attention, None if tiles or trees may run, or an observer is called.
 
         Args:
-            shape: (B, heads, tokens, d), the shape of the queries, with the number of keys.
+            shape: (B, heads, tokens, d), the shape of the queries.
             x: A tensor of their dtype and device.
-            grid: The grid of the keys, where it is not that of the running pass.
         """
-        if self.planned is None and not may_run_dense(self.options):
+        if self.observer is not None:
             return None
-        special, tokens = self.passes.special, int(shape[2])
-        images = self.passes.layout(tokens) if grid is None else grid
+        tokens = int(shape[2])
+        images = self.passes.layout(tokens)
         if isinstance(images, Packing):
             # All images of the pass run dense, in one call of the model's own, or none does.
-            choices = [
-                self._choose(
-                    group.grid, (len(group.index), shape[1], group.index.shape[1], shape[3]), x
-                )
-                for group in images.groups
-            ]
-            first = next((choice for choice in choices if choice is not None), None)
-            if first is None or None in choices:
-                return None
-            return first._replace(backend="dense")
+            found: Choice | None = None
+            for group in images.groups:
+                count, size = group.index.shape
+                found = self._choose(group.grid, (count, shape[1], size, shape[3]), x)
+                if found is None:
+                    return None
+            return None if found is None else found._replace(backend="dense")
         # Dense attention needs no grid; tiles refuse a call whose grid is unknown.
-        return self._choose(images or Grid(1, max(1, tokens - special)), shape, x)
+        grid = images or Grid(1, max(1, tokens - self.passes.special))
+        return self._choose(grid, shape, x)
 
     def _choose(self, grid: Grid, shape: tuple[int, ...], x: Tensor) -> Choice | None:
-        dtype, device = x.dtype, x.device
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
+        dtype, device = x.dtype, x.device.type
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
         gradients = x.requires_grad and torch.is_grad_enabled()
+        key = (tuple(shape), dtype, device, grid, in_graph(x), gradients)
         if is_compiling():  # the stored choices would be guards of the graph
-            return self._make_choice(grid, shape, dtype, device, in_graph(x), gradients)
-        key = (grid, tuple(shape), dtype, device, in_graph(x), gradients)
-        try:
+            return self._make_choice(grid, key)
+        if key in self.choices:
             return self.choices[key]
-        except KeyError:
-            choice = self._make_choice(*key)
+        choice = self._make_choice(grid, key)
         if len(self.choices) < _MAX_CHOICES:
             self.choices[key] = choice
         return choice
 
-    def _make_choice(
-        self,
-        grid: Grid,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        in_graph: bool,
-        gradients: bool,
-    ) -> Choice | None:
-        options = self.options if self.planned is None else {"error": 0.0}
-        if grid == self.planned:
-            return None
-        choice = exact_choice(
-            shape, dtype, device.type, grid, options, in_graph=in_graph, requires_grad=gradients
-        )
-        if choice is None or self.planned is None:
+    def _make_choice(self, grid: Grid, key: tuple[Any, ...]) -> Choice | None:
+        planned = None if self.planned == grid else self.planned
+        options = self.options if planned is None else {"error": 0.0}
+        *call, graph, gradients = key
+        choice = exact_choice(*call, options, in_graph=graph, requires_grad=gradients)
+        if choice is None or planned is None:
             return choice
-        height, width = self.planned.height, self.planned.width
         reason = (
-            f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
+            f"the plan is for a {planned.height}x{planned.width} grid of tokens, and there are "
+            f"{grid.size} tokens"
         )
         if not is_compiling() and grid not in self.passes.warned:
             self.passes.warned.add(grid)
@@ -262,40 +206,32 @@ class ScreenedLayer(AttentionFunction):
 
     def describe(self) -> str:
         """Return the settings of the layer as text."""
-        given = {name: value for name, value in self.options.items() if value is not None}
-        for name, default in (("backend", "auto"), ("allow_dense", True)):
-            if given.get(name) == default:
-                del given[name]
+        default = {"backend": "auto", "allow_dense": True}
+        given = {name: x for name, x in self.options.items() if x not in (None, default.get(name))}
         if not given.keys() & {"rule", "error", "leaves"}:
             given = {"error": DEFAULT_ERROR} | given
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
-    def compute(
+    def compute(  # type: ignore[override]
         self,
+        scale: float,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        grid: Grid | None,
-        query_grid: Grid | None,
+        valid: Tensor | None = None,
+        grid: Grid | None = None,
     ) -> Tensor:
         """Run `screened_attention`, and call the observer."""
         passes = self.passes
         grid, prefix = passes.grid_of(k.shape[2], grid), passes.special
         if suffix := passes.suffix:  # tokens behind the grid come first, as prefix tokens
             q, k, v = (x.roll(suffix, 2) for x in (q, k, v))
-        options = self.options
-        if query_grid is not None and options.get("rule") is None:
-            options = options | {"query_grid": query_grid}
         screened = screened_attention(
-            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **options
+            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
         )
-        passes.log(self.layer, LayerCall.from_stats(screened.stats, grid, valid))
+        passes.log(self.layer, LayerCall.from_stats(screened.stats))
         if self.observer is not None:
-            inputs = LayerInputs(
-                self.layer, q, k, v, scale, grid, prefix, valid, options.get("query_grid")
-            )
+            inputs = LayerInputs(self.layer, q, k, v, scale, grid, prefix, valid)
             self.observer(inputs, screened)
         return screened.output.roll(-suffix, 2) if suffix else screened.output
 
@@ -328,8 +264,8 @@ def _dense_attention(
 
 def screened_layers(model: nn.Module) -> list[ScreenedLayer]:
     """List the screened layers of a model in order."""
-    replaced = (module.__dict__.get("bmfa_attention") for module in model.modules())
-    functions = (replacement.function for replacement in replaced if replacement is not None)
+    replaced = (module.__dict__.get(REPLACEMENT) for module in model.modules())
+    functions = (getattr(replacement, "function", None) for replacement in replaced)
     return [function for function in functions if isinstance(function, ScreenedLayer)]
 
 

@@ -1,6 +1,6 @@
 """What each layer of a patched or reduced model did in the last forward pass, as a table."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from bmfa.attention.result import ErrorEstimate
+from bmfa.models.families import check_module
 from bmfa.models.passes import ForwardPass, LayerCall
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from bmfa.models.token_reduction import TokenReduction, find_reduction
@@ -16,8 +17,11 @@ _UNKNOWN = "unknown"
 _NOT_CALLED = "the model has not finished a forward pass in this thread"
 _COMPILED = "the pass ran in a compiled graph, which reports nothing; call the model without it"
 _NOT_PATCHED = "the layer is not patched"
+_LAYER_COLUMNS = ("layer", "form", "backend", "density", "error", "settings", "reason")
+_BLOCK_COLUMNS = ("block", "tokens", "removed")
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerSummary:
     """What one layer of a patched model did; `summary` makes these.
 
@@ -29,6 +33,7 @@ class LayerSummary:
         backend: `"native"`, `"eager"`, `"triton"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.
         reason: Why this ran.
+        calls: The calls of the layer, one for each grid of the images.
 
     Example:
         >>> import bmfa, torch
@@ -41,21 +46,12 @@ class LayerSummary:
         'auto: dense attention is as fast below 2304 tokens, and there are 196'
     """
 
-    def __init__(
-        self,
-        layer: int,
-        settings: str | None,
-        form: str,
-        backend: str,
-        reason: str,
-        calls: Sequence[LayerCall] = (),
-    ) -> None:
-        self.layer = layer
-        self.settings = settings
-        self.form = form
-        self.backend = backend
-        self.reason = reason
-        self._calls = tuple(calls)
+    layer: int
+    settings: str | None
+    form: str
+    backend: str
+    reason: str
+    calls: tuple[LayerCall, ...] = ()
 
     @cached_property
     def density(self) -> float | None:
@@ -64,9 +60,9 @@ class LayerSummary:
         1.0 for dense attention; None for a tree for each query, and if it is not known. If images of
         several grids share a pass, the mean over their calls.
         """
-        if not self._calls:
+        if not self.calls:
             return 1.0 if self.form == "dense" else None
-        known = [density for call in self._calls if (density := call.density) is not None]
+        known = [density for call in self.calls if (density := call.density) is not None]
         return sum(known) / len(known) if known else None
 
     @cached_property
@@ -77,7 +73,7 @@ class LayerSummary:
         None for a tree for each query, for the attention of the host, which is exact, and if it is not
         known. If images of several grids share a pass, that of the call with the largest error.
         """
-        known = [error for call in self._calls if (error := call.error) is not None]
+        known = [error for call in self.calls if (error := call.error) is not None]
         return max(known, key=lambda error: error.estimate) if known else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -89,18 +85,25 @@ class LayerSummary:
             >>> bmfa.summary(model).rows[7].as_dict()["form"]
             'unknown'
         """
-        error = self.error
-        return {
-            "layer": self.layer,
-            "settings": self.settings,
-            "form": self.form,
-            "backend": self.backend,
-            "density": self.density,
-            "error": None if error is None else error.estimate,
-            "error_p95": None if error is None else error.p95,
-            "error_met": None if error is None else error.met,
-            "reason": self.reason,
-        }
+        names = ("layer", "settings", "form", "backend", "density")
+        found = {"error": "estimate", "error_p95": "p95", "error_met": "met"}
+        errors = {name: getattr(self.error, one, None) for name, one in found.items()}
+        row = {name: getattr(self, name) for name in names}
+        return row | errors | {"reason": self.reason}
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text."""
+        density, error = self.density, self.error
+        missed = " (missed)" if error is not None and error.met is False else ""
+        return (
+            str(self.layer),
+            self.form,
+            self.backend,
+            "-" if density is None else f"{100 * density:.1f} %",
+            "-" if error is None else f"{100 * error.estimate:.2f} %{missed}",
+            self.settings or "-",
+            self.reason,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -140,7 +143,13 @@ class BlockSummary:
         """
         return dict(vars(self))
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text."""
+        counts = (self.tokens, self.removed)
+        return (str(self.layer), *("-" if count is None else str(count) for count in counts))
 
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Summary:
     """What the layers of a model did in the last finished forward pass of this thread.
 
@@ -170,15 +179,9 @@ class Summary:
             7     133        0
     """
 
-    def __init__(
-        self,
-        title: str,
-        rows: tuple[LayerSummary, ...] | tuple[BlockSummary, ...],
-        notes: tuple[str, ...] = (),
-    ) -> None:
-        self.title = title
-        self.rows = rows
-        self.notes = notes
+    title: str
+    rows: tuple[LayerSummary, ...] | tuple[BlockSummary, ...]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[LayerSummary | BlockSummary]:
         return iter(self.rows)
@@ -190,14 +193,19 @@ class Summary:
         return self.rows[layer]
 
     def __str__(self) -> str:
-        columns: tuple[str, ...] = _BLOCK_COLUMNS
-        right = len(columns)
-        cells = [_block_cells(row) for row in self.rows if isinstance(row, BlockSummary)]
-        if not cells:
-            columns, right = _LAYER_COLUMNS, 1
-            cells = [_layer_cells(row) for row in self.rows if isinstance(row, LayerSummary)]
-        lines = [self.title, *_table(columns, cells, right), *self.notes]
-        return "\n".join(lines)
+        """Return the table, numbers aligned at the right."""
+        layers = isinstance(self.rows[0], LayerSummary)
+        cells = [_LAYER_COLUMNS if layers else _BLOCK_COLUMNS, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        numbers = 1 if layers else len(widths)
+        lines = [
+            "  ".join(
+                text.rjust(width) if index < numbers else text.ljust(width)
+                for index, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in cells
+        ]
+        return "\n".join((self.title, *lines, *self.notes))
 
     __repr__ = __str__
 
@@ -231,11 +239,7 @@ def summary(model: nn.Module) -> Summary:
         >>> [(row.layer, row.form, row.backend) for row in bmfa.summary(model)][5:]
         [(5, 'dense', 'host'), (6, 'tree', 'eager'), (7, 'tree', 'eager')]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is {type(model).__name__}; pass the torch.nn.Module (load_model(...).model)"
-        )
-    layers = screened_layers(model)
+    layers = screened_layers(check_module(model))
     if layers:
         return _patched_summary(model, layers)
     reduction = find_reduction(model)
@@ -266,10 +270,8 @@ def _block_notes(blocks: dict[int, str]) -> tuple[str, ...]:
     """Say which blocks are not layers of the table, and why they are left unchanged."""
     notes = []
     for reason in dict.fromkeys(blocks.values()):
-        indices = [str(index) for index, why in blocks.items() if why == reason]
-        few = len(indices) == 1
-        name = f"Block {indices[0]} is" if few else f"Blocks {', '.join(indices)} are"
-        notes.append(f"{name} not in this table, and run as before: {reason}.")
+        indices = ", ".join(str(index) for index, why in blocks.items() if why == reason)
+        notes.append(f"Not in this table, because they run as before: blocks {indices}, {reason}.")
     return tuple(notes)
 
 
@@ -287,12 +289,12 @@ def _layer_row(
         return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, "the layer did not run")
     texts = ((call.form, call.backend, call.reason) for call in calls)
     form, backend, reason = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
-    return LayerSummary(index, settings, form, backend, reason, calls)
+    return LayerSummary(index, settings, form, backend, reason, tuple(calls))
 
 
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
-    state, policy = reduction.thread.finished, str(reduction.policy)
-    title, notes = f"{type(model).__name__}, reduced by {policy}", ()
+    state, policy = reduction.passes.thread.last_state, str(reduction.policy)
+    title = f"{type(model).__name__}, reduced by {policy}"
     if state is None:
         rows = tuple(BlockSummary(i, policy, None, None) for i in range(reduction.depth))
         return Summary(title, rows, (f"{_NOT_CALLED[0].upper()}{_NOT_CALLED[1:]}.",))
@@ -300,40 +302,4 @@ def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
     rows = tuple(
         BlockSummary(i, policy, kept, before[i] - kept) for i, kept in enumerate(state.kept)
     )
-    return Summary(title, rows, notes)
-
-
-_LAYER_COLUMNS = ("layer", "form", "backend", "density", "error", "settings", "reason")
-_BLOCK_COLUMNS = ("block", "tokens", "removed")
-
-
-def _layer_cells(row: LayerSummary) -> tuple[str, ...]:
-    density, error = row.density, row.error
-    missed = " (missed)" if error is not None and error.met is False else ""
-    return (
-        str(row.layer),
-        row.form,
-        row.backend,
-        "-" if density is None else f"{100 * density:.1f} %",
-        "-" if error is None else f"{100 * error.estimate:.2f} %{missed}",
-        row.settings or "-",
-        row.reason,
-    )
-
-
-def _block_cells(row: BlockSummary) -> tuple[str, ...]:
-    counts = (row.tokens, row.removed)
-    return (str(row.layer), *("-" if count is None else str(count) for count in counts))
-
-
-def _table(columns: tuple[str, ...], cells: list[tuple[str, ...]], right: int) -> list[str]:
-    """Return the lines of a table, its first `right` columns aligned at the right."""
-    lines = [columns, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return [
-        "  ".join(
-            text.rjust(width) if i < right else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    return Summary(title, rows)

@@ -1,10 +1,8 @@
 """Token reduction inside a model: its blocks, its attention, and the state of a forward pass."""
 
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,8 @@ from bmfa.merging import LayerState, Policy
 from bmfa.merging.dispatch import Backend, proportional_attention
 from bmfa.merging.operation import pool
 from bmfa.models.families import BlockLayout
-from bmfa.models.override import override_of
-from bmfa.models.passes import Passes, PerThread, current_graph_task, is_recomputing, mark, marked
+from bmfa.models.passes import Passes, is_recomputing
+from bmfa.models.replacement import Replacement, replacement_of
 from bmfa.models.screened_layer import AttentionFunction
 
 
@@ -36,43 +34,16 @@ class ReductionState:
     assignments: tuple[Tensor, ...] = ()  # of every block that merged tokens, see ReducedTokens
     unmerge_matrices: tuple[Tensor, ...] = ()  # of every block that transformed them
     kept: tuple[int, ...] = ()  # tokens that each block so far left, for `bmfa.summary`
-    # If the last block returned the full grid: its output, and the tokens it was made from.
-    returned: weakref.ref[Tensor] | None = None
-    merged: Tensor | None = None
     # Left by the attention of the running block for its policy.
     keys: Tensor | None = None  # (B, heads, T, d)
     mass: Tensor | None = None
-
-    def copy(self) -> "ReductionState":
-        """Return a state for the next block to work on."""
-        return ReductionState(
-            self.grid,
-            self.tokens,
-            self.full_grid,
-            self.layer,
-            self.size,
-            self.assignments,
-            self.unmerge_matrices,
-            self.kept,
-        )
-
-
-@dataclass(eq=False)
-class _Thread:
-    """The states of the passes in a thread."""
-
-    state: ReductionState | None = None
-    graph_task: int = -1  # the backward pass in which the state was set
-    running: ReductionState | None = None  # of the block that runs
-    finished: ReductionState | None = None
-    exposing: bool = False  # True while a method runs that returns the outputs of blocks
 
 
 @dataclass(eq=False)
 class TokenReduction:
     """The reduction of one model: its policy, and the states of its forward passes.
 
-    Copies and pickles of a model include the policy, but no states.
+    The passes hold the states: copies and pickles of a model include the policy, but no states.
     """
 
     passes: Passes
@@ -82,12 +53,6 @@ class TokenReduction:
     dense: bool  # True if the last block returns the full grid
     expose: bool  # True if every block does whose output something reads
     planned: Grid | None = None  # the grid that the policy was chosen for; None for any
-    threads: PerThread[_Thread] = field(default_factory=partial(PerThread, _Thread))
-
-    @property
-    def thread(self) -> _Thread:
-        """The states of this thread."""
-        return self.threads.get()
 
     @property
     def depth(self) -> int:
@@ -96,44 +61,19 @@ class TokenReduction:
 
     def begin_block(self, layer: int, x: Tensor) -> tuple[ReductionState, Tensor]:
         """Return the state for a block to work on, and the tokens (B, T, C) that are left."""
-        if torch._C._get_tracing_state() is not None:
-            raise RuntimeError(
-                "torch.jit.trace does not support reduced models: a trace would apply the merges of the "
-                "example to all inputs; use torch.compile or torch.export.export"
-            )
         start = self._state_before(layer, x)
-        expected = start.tokens if start.merged is None else self._all_tokens(start)
+        merged = start.full_grid and start.tokens < self._all_tokens(start)
+        expected = self._all_tokens(start) if merged else start.tokens
         if start.layer != layer or x.shape[1] != expected:
             raise RuntimeError(
                 f"block {layer} runs on {x.shape[1]} tokens, but block {start.layer} on {expected} was "
                 "next; call the whole model, or apply gradient checkpointing to whole blocks"
             )
-        if start.merged is not None and not is_compiling() and marked(x, self) is None:
-            raise RuntimeError(
-                f"the tokens that block {layer - 1} returned were replaced before block {layer}, which "
-                "works on merged ones; remove the hook that replaces them, or call bmfa.unpatch(model)"
-            )
-        mark(x, self, start)
-        state = start.copy()
-        self._set(state)
-        return state, x if start.merged is None else self._merged_tokens(start, start.merged, x)
-
-    def _set(self, state: ReductionState) -> None:
-        self.thread.state = state
-        if not is_compiling():
-            self.thread.graph_task = current_graph_task()
-
-    @property
-    def state(self) -> ReductionState | None:
-        """The state of the running pass, in a backward pass only if it was set there."""
-        thread = self.thread
-        if is_recomputing() and thread.graph_task != current_graph_task():
-            return None
-        return thread.state
+        return replace(start), self._merged_tokens(start, x) if merged else x
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Compute the attention of the running block; its state keeps keys and mass."""
-        state = self.thread.running
+        state = self.passes.thread.running_state
         if state is None or k.shape[2] != state.tokens:
             raise RuntimeError(
                 f"attention over {k.shape[2]} tokens runs outside of its block; call the whole model, "
@@ -156,17 +96,9 @@ class TokenReduction:
         """Return the tokens (B, T', C) that the policy leaves after this stage of the block."""
         if stage != self.policy.stage or state.keys is None:
             return x
-        layer_state = LayerState(
-            state.layer,
-            self.depth,
-            state.grid,
-            self.passes.prefix,
-            x,
-            _ones(state.keys) if state.size is None else state.size,
-            state.keys,
-            state.mass,
-            self.backend,
-        )
+        size = _ones(state.keys) if state.size is None else state.size
+        place = (state.layer, self.depth, state.grid, self.passes.prefix)
+        layer_state = LayerState(*place, x, size, state.keys, state.mass, self.backend)
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # Half types do not resolve the differences between costs, so autocast is off here.
             with torch.autocast(x.device.type, enabled=False):
@@ -176,39 +108,33 @@ class TokenReduction:
         if reduced is None:
             return x
         state.size, state.tokens = reduced.size, reduced.x.shape[1]
-        state.assignments += () if reduced.assignment is None else (reduced.assignment,)
-        state.unmerge_matrices += (
-            () if reduced.unmerge_matrix is None else (reduced.unmerge_matrix,)
-        )
+        if reduced.assignment is not None:
+            state.assignments += (reduced.assignment,)
+        if reduced.unmerge_matrix is not None:
+            state.unmerge_matrices += (reduced.unmerge_matrix,)
         return reduced.x
 
     def end_block(self, state: ReductionState, x: Tensor) -> Tensor:
         """Return the output of the block: the tokens that are left, or the full grid."""
+        thread = self.passes.thread
         state.layer += 1
         state.kept += (state.tokens,)
         state.keys = state.mass = None
         last = state.layer == self.depth
-        output = x
-        if (state.full_grid or (last and self.dense)) and state.tokens < self._all_tokens(state):
-            output = self.unmerge(state, x)
-            if not last:
-                state.merged = x
-                if not is_compiling():
-                    state.returned = weakref.ref(output)
         if last:
             state.size = None if state.size is None else state.size.detach()
-            self.thread.finished = state
-        mark(output, self, state)
-        self._set(state)
-        return output
+            thread.last_state = state
+        if is_compiling():
+            thread.traced_state = state
+        elif thread.current is not None:
+            thread.current.states[state.layer] = state
+        return self.unmerge(state, x) if state.full_grid or (last and self.dense) else x
 
     def unmerge(self, state: ReductionState, tokens: Tensor) -> Tensor:
         """Return (B, prefix + N, C) from the tokens (B, T, C) that are left."""
         prefix = self.passes.prefix
         if state.unmerge_matrices:
-            first, *others = state.unmerge_matrices
-            matrix = torch.linalg.multi_dot(state.unmerge_matrices) if others else first
-            spatial = matrix.to(tokens.dtype) @ tokens[:, prefix:]
+            spatial = _product(state.unmerge_matrices).to(tokens.dtype) @ tokens[:, prefix:]
             return torch.cat((tokens[:, :prefix], spatial), 1)
         if not state.assignments:
             return tokens
@@ -246,50 +172,50 @@ class TokenReduction:
 
     def _state_before(self, layer: int, x: Tensor) -> ReductionState:
         """Return the state in which a block starts that receives x."""
-        attached: ReductionState | None = marked(x, self)
-        if layer == 0 and (attached is None or not is_recomputing()):
-            begun = None if is_compiling() or is_recomputing() else self.passes.enter_first(x)
-            images = self.passes.images if begun is None else begun.images
-            grid = self.passes.grid_of(x.shape[1], images if isinstance(images, Grid) else None)
+        passes = self.passes
+        current = None if is_compiling() else passes.thread.current
+        state: ReductionState | None = None
+        if is_compiling():
+            state = passes.thread.traced_state
+        elif current is not None:
+            state = current.states.get(layer)
+        if layer == 0 and (state is None or not is_recomputing()):
+            grid = passes.grid_of(x.shape[1])
             if self.planned is not None and grid != self.planned:
                 raise ValueError(
                     f"the plan is for a {self.planned.height}x{self.planned.width} grid of tokens, and "
                     f"the image has {grid.height}x{grid.width}; make a plan for this size with "
                     "bmfa.tune_reduction, or pass images of the size of the plan"
                 )
-            self.policy.check(grid, self.passes.prefix, self.depth)
-            return ReductionState(grid, x.shape[1], self.expose and self._reads_block_outputs())
-        state = self.state if attached is None else attached
+            self.policy.check(grid, passes.prefix, self.depth)
+            state = ReductionState(grid, x.shape[1], self.expose and self._reads_block_outputs())
+            if current is not None:
+                current.states[0] = state
         if state is None:
             raise RuntimeError(
-                f"block {layer} runs without a forward pass of the model; call the whole model, or "
+                (current is not None and current.problem)
+                or f"block {layer} runs without a forward pass of the model; call the whole model, or "
                 "apply gradient checkpointing to whole blocks"
             )
         return state
 
     def _reads_block_outputs(self) -> bool:
-        hooks = (block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
-        return self.thread.exposing or any(hooks)
+        """True if there are hooks of blocks beside the two that follow the passes."""
+        hooks = (len(b._forward_hooks) + len(b._forward_pre_hooks) for b in self.blocks)
+        return self.passes.thread.exposing or max(hooks) > 2
 
     def _all_tokens(self, state: ReductionState) -> int:
         return self.passes.prefix + state.grid.size
 
-    def _merged_tokens(self, start: ReductionState, merged: Tensor, x: Tensor) -> Tensor:
-        """Return the tokens from which the full grid x was made."""
-        if is_compiling():
-            return merged
-        returned = None if start.returned is None else start.returned()
-        if x is returned and (torch.is_grad_enabled() or not x.requires_grad):
-            return merged
-        # Reentrant checkpointing detached the grid; gradients must flow through x.
-        if start.unmerge_matrices:
-            raise RuntimeError(
-                "transformed tokens cannot be recovered from the grid; use gradient checkpointing with "
-                "use_reentrant=False"
-            )
-        source = self._source(start)
+    def _merged_tokens(self, state: ReductionState, x: Tensor) -> Tensor:
+        """Undo `unmerge`: return the tokens from which the full grid x was made."""
+        if state.unmerge_matrices:
+            prefix = self.passes.prefix
+            inverse = torch.linalg.pinv(_product(state.unmerge_matrices)).to(x.dtype)
+            return torch.cat((x[:, :prefix], inverse @ x[:, prefix:]), 1)
+        source = self._source(state)
         holder = torch.arange(source.shape[1], device=x.device).expand_as(source)
-        index = source.new_empty(source.shape[0], start.tokens).scatter_(1, source, holder)
+        index = source.new_empty(source.shape[0], state.tokens).scatter_(1, source, holder)
         return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
     def _source(self, state: ReductionState) -> Tensor:
@@ -307,8 +233,8 @@ class TokenReduction:
 
 
 @dataclass(eq=False)
-class ReducedBlock:
-    """Override of a block that applies the policy after its attention or its MLP."""
+class ReducedBlock(Replacement):
+    """Forward of a block that applies the policy after its attention or its MLP."""
 
     layer: int
     layout: BlockLayout
@@ -317,13 +243,17 @@ class ReducedBlock:
     def run(self, module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output of the block."""
         state, x = self.reduction.begin_block(self.layer, args[0])
-        thread = self.reduction.thread
-        before, thread.running = thread.running, state
+        thread = self.reduction.passes.thread
+        before, thread.running_state = thread.running_state, state
         try:
             x = self._run_branches(module, state, x, *args[1:], **kwargs)
         finally:
-            thread.running = before
+            thread.running_state = before
         return self.reduction.end_block(state, x)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that follow the forward passes."""
+        self.reduction.passes.remove()
 
     def _run_branches(
         self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any
@@ -341,18 +271,20 @@ class ReducedBlock:
 
 
 @dataclass(eq=False)
-class ExposedBlocks:
-    """Override of a method that returns the outputs of blocks, which then are on the full grid."""
+class ExposedBlocks(Replacement):
+    """A method that returns the outputs of blocks, which then are on the full grid."""
 
+    method: ClassVar[str] = "forward_intermediates"
     reduction: TokenReduction
 
     def run(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute what the method returns."""
-        self.reduction.thread.exposing = True
+        thread = self.reduction.passes.thread
+        thread.exposing = True
         try:
             return method(*args, **kwargs)
         finally:
-            self.reduction.thread.exposing = False
+            thread.exposing = False
 
 
 @dataclass(eq=False)
@@ -365,16 +297,7 @@ class ReducedAttention(AttentionFunction):
         """Return the policy."""
         return str(self.reduction.policy)
 
-    def compute(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        valid: Tensor | None,
-        grid: Grid | None,
-        query_grid: Grid | None,
-    ) -> Tensor:
+    def compute(self, scale: float, q: Tensor, k: Tensor, v: Tensor, valid: Any = None) -> Tensor:
         """Run the attention of the block that is being reduced."""
         if valid is not None:
             raise ValueError(
@@ -385,9 +308,8 @@ class ReducedAttention(AttentionFunction):
 
 def find_reduction(model: nn.Module) -> TokenReduction | None:
     """Return the token reduction of a model, or None."""
-    overrides = (override_of(module) for module in model.modules())
-    blocks = (override for override in overrides if isinstance(override, ReducedBlock))
-    return next((block.reduction for block in blocks), None)
+    replaced = (replacement_of(module) for module in model.modules())
+    return next((one.reduction for one in replaced if isinstance(one, ReducedBlock)), None)
 
 
 def _run_parts(block: nn.Module, names: tuple[str, ...] | list[str], x: Tensor) -> Tensor:
@@ -398,6 +320,10 @@ def _run_parts(block: nn.Module, names: tuple[str, ...] | list[str], x: Tensor) 
         elif part is not None:
             x = part(x)
     return x
+
+
+def _product(matrices: tuple[Tensor, ...]) -> Tensor:
+    return torch.linalg.multi_dot(matrices) if len(matrices) > 1 else matrices[0]
 
 
 def _compose(assignments: tuple[Tensor, ...]) -> Tensor:

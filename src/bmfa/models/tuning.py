@@ -402,7 +402,7 @@ def time_attention(
 ) -> dict[float | None, float]:
     """Return the milliseconds of exact attention (None) and of attention over tiles by error target."""
     calls = CUDA_CALLS if inputs.q.is_cuda else 1
-    names = ("q", "k", "v", "grid", "prefix", "scale", "valid", "query_grid")
+    names = ("q", "k", "v", "grid", "prefix", "scale", "valid")
     arguments = {name: getattr(inputs, name) for name in names}
 
     def attend(error: float | None) -> None:

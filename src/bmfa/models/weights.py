@@ -51,8 +51,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from None
     except Exception as error:  # on other content torch raises errors of any type
         kind = "safetensors file" if file.suffix == ".safetensors" else "state dict"
-        reason = str(error) or type(error).__name__
-        raise ValueError(f"{file} is not a readable {kind}: {reason}; {_ACCEPTED}") from None
+        raise ValueError(f"{file} is not a readable {kind}: {error!r}; {_ACCEPTED}") from None
     for name in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
@@ -74,15 +73,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     found, expected = read_state_dict(path), model.state_dict()
     missing = [key for key in expected if key not in found]
     unexpected = [key for key in found if key not in expected]
+    wrong = [key for key in expected if key in found and found[key].shape != expected[key].shape]
+    if not missing and not unexpected and not wrong:
+        model.load_state_dict(found)
+        return
     problem = f"{_summary('missing', missing)}; {_summary('unexpected', unexpected)}"
-    if not missing and not unexpected:
-        shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected}
-        wrong = [key for key, (given, own) in shapes.items() if given != own]
-        if not wrong:
-            model.load_state_dict(found)
-            return
-        given, own = shapes[wrong[0]]
-        problem = f"{wrong[0]} is {given}, the model's is {own}"
+    if wrong:
+        given, own = (tuple(state[wrong[0]].shape) for state in (found, expected))
+        problem += f"; {wrong[0]} is {given}, the model's is {own}"
     raise ValueError(
         f"{path} does not fit {type(model).__name__}: {problem}; pass weights of the same model"
     )

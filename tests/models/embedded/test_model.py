@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from bmfa.data.drawn.badges import draw_badge_batch
+from bmfa.evidence.metrics import mask_iou
 from bmfa.models import patch, reduce
-from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, mask_iou, preprocess
+from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess
 from bmfa.models.embedded.model import encode_positions
 from bmfa.trees.rules import ExactGap
 
@@ -56,11 +56,11 @@ def test_a_small_transformer_of_eight_blocks_with_two_heads(model):
     assert torch.equal(logits, model(torch.zeros(3, 3, 128, 128)))
 
 
-@pytest.mark.parametrize(("height", "width"), [(112, 112), (256, 256), (64, 192)])
-def test_it_accepts_any_multiple_of_eight(model, height, width):
-    features = model.forward_features(torch.zeros(1, 3, height, width))
-    assert features.shape == (1, 1 + height * width // 64, 96)
-    assert model.forward_dense(torch.zeros(1, 3, height, width))[1].shape == (1, height, width)
+def test_it_accepts_any_multiple_of_eight(model):
+    for height, width in ((112, 112), (256, 256), (64, 192)):
+        features = model.forward_features(torch.zeros(1, 3, height, width))
+        assert features.shape == (1, 1 + height * width // 64, 96)
+        assert model.forward_dense(torch.zeros(1, 3, height, width))[1].shape == (1, height, width)
 
 
 def test_a_finer_grid_samples_the_same_positions():
@@ -97,12 +97,6 @@ def test_weights_are_small_and_in_half_precision():
     assert WEIGHTS.stat().st_size == record["settings"]["weights_bytes"]
 
 
-def test_copies_and_pickles_give_the_same_scores(model):
-    image = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(image), model(image))
-
-
 def test_the_task_is_hard_and_the_mask_is_found(model, images):
     inputs, labels, masks = images
     with torch.inference_mode():
@@ -111,16 +105,7 @@ def test_the_task_is_hard_and_the_mask_is_found(model, images):
     top1 = (logits.argmax(-1) == labels).double().mean().item()
     # Between 75 and 88 % on the images of the record; here within its 95 % interval.
     assert 0.75 - 0.08 < top1 < 0.88 + 0.06
-    assert mask_iou(found, masks).mean() > 0.7
-
-
-def test_the_iou_of_masks():
-    masks = torch.zeros(3, 4, 4, dtype=torch.bool)
-    masks[0, :2], masks[1, :2] = True, True
-    logits = torch.full((3, 4, 4), -1.0)
-    logits[0, :2] = 1.0
-    logits[1, :1] = 1.0
-    assert mask_iou(logits, masks).tolist() == [1.0, 0.5, 1.0]
+    assert mask_iou(found > 0, masks).mean() > 0.7
 
 
 def test_reduced_tokens_need_the_full_grid_for_a_mask(model):
@@ -153,8 +138,6 @@ def test_preprocess_centres_and_orders_the_channels():
 def test_bad_images_are_refused(model):
     with pytest.raises(TypeError, match=r"pixels are torch.float32; pass 8-bit images"):
         preprocess(torch.zeros(1, 128, 128, 3))
-    with pytest.raises(TypeError, match="pixels are list"):
-        preprocess([1])
     with pytest.raises(ValueError, match=r"shape \(128, 128, 3\); pass \(B, height, width, 3\)"):
         preprocess(np.zeros((128, 128, 3), dtype=np.uint8))
     with pytest.raises(ValueError, match=r"shape \(1, 3, 100, 128\); pass .* multiples of 8"):

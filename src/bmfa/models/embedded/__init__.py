@@ -7,8 +7,7 @@ from bmfa.models.embedded.model import (
     WEIGHTS,
     EmbeddedViT,
     load,
-    mask_iou,
     preprocess,
 )
 
-__all__ = ["IMAGE_SIZE", "MEAN", "STD", "WEIGHTS", "EmbeddedViT", "load", "mask_iou", "preprocess"]
+__all__ = ["IMAGE_SIZE", "MEAN", "STD", "WEIGHTS", "EmbeddedViT", "load", "preprocess"]

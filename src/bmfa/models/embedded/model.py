@@ -282,15 +282,11 @@ def preprocess(pixels: Tensor | NDArray[np.uint8]) -> Tensor:
         >>> preprocess(torch.zeros(2, 128, 128, 3, dtype=torch.uint8)).shape
         torch.Size([2, 3, 128, 128])
     """
-    tensor = torch.from_numpy(pixels) if isinstance(pixels, np.ndarray) else pixels
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
-        received = tensor.dtype if isinstance(tensor, Tensor) else type(pixels).__name__
-        raise TypeError(f"pixels are {received}; pass 8-bit images, uint8")
-    if tensor.dim() != 4 or tensor.shape[3] != 3 or any(s % PATCH_SIZE for s in tensor.shape[1:3]):
-        raise ValueError(
-            f"pixels have shape {tuple(tensor.shape)}; pass (B, height, width, 3) with sides that are "
-            f"multiples of {PATCH_SIZE}"
-        )
+    tensor = torch.as_tensor(pixels)
+    if tensor.dtype != torch.uint8:
+        raise TypeError(f"pixels are {tensor.dtype}; pass 8-bit images, uint8")
+    if tensor.dim() != 4 or tensor.shape[3] != 3:
+        raise ValueError(f"pixels have shape {tuple(tensor.shape)}; pass (B, height, width, 3)")
     return (tensor.permute(0, 3, 1, 2).float() / 255.0 - MEAN) / STD
 
 
@@ -314,18 +310,3 @@ def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
     model = EmbeddedViT()
     load_weights(model, WEIGHTS if weights is None else weights)
     return model.eval()
-
-
-def mask_iou(logits: Tensor, masks: Tensor) -> Tensor:
-    """Compute the intersection over union of predicted and true masks.
-
-    Args:
-        logits: (B, H, W) logits; positive is inside.
-        masks: (B, H, W) torch.bool.
-
-    Returns:
-        (B,) float64; 1 if both masks are empty.
-    """
-    inside = logits > 0
-    both, either = ((inside & masks).sum((1, 2)), (inside | masks).sum((1, 2)))
-    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)
