@@ -28,15 +28,6 @@ def check_backend(backend: Backend, dtype: torch.dtype, device: str, dim: int) -
         tokens = [x.to(dtype) for x in _tokens(prefix, dim)]
         q, k, v = (x.double().numpy() for x in tokens)
         for expanded in (0, 2, tiling.tiles):
-            specified = tiled_attention(
-                q,
-                k,
-                v,
-                tiling,
-                prefix=prefix,
-                scale=dim**-0.5,
-                expand=expanded,
-            )
             screened = screened_attention(
                 *(x.to(device) for x in tokens),
                 grid=GRID,
@@ -44,6 +35,15 @@ def check_backend(backend: Backend, dtype: torch.dtype, device: str, dim: int) -
                 leaves=leaves_for(tiling, expanded),
                 allow_dense=False,
                 backend=backend,
+            )
+            specified = tiled_attention(
+                q,
+                k,
+                v,
+                screened.stats.call.tiling,  # with as many probes as the backend has
+                prefix=prefix,
+                scale=dim**-0.5,
+                expand=expanded,
             )
             counts = torch.as_tensor(screened.stats.expanded_count).cpu()
             same = torch.from_numpy(specified.expanded.sum(-1)) == counts
