@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention import choice
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import tiled_attention as eager_attention
 from bmfa.attention.kernels.native import library
@@ -277,7 +276,7 @@ class Backend:
         return self.attend(case, settings)
 
     def oracle(self, case: TiledCase) -> ReferenceTiled:
-        with patch.object(choice, "MOST_CHOICES", self.choices):
+        with patch("bmfa.attention.tiling.MOST_CHOICES", self.choices):
             return case.oracle()
 
     def draw(self, seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> TiledCase:

@@ -172,7 +172,7 @@ class ScreenedLayer(AttentionFunction):
 
     def _choose(self, grid: Grid, shape: tuple[int, ...], x: Tensor) -> Choice | None:
         dtype, device = x.dtype, x.device.type
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         gradients = x.requires_grad and torch.is_grad_enabled()
         key = (tuple(shape), dtype, device, grid, in_graph(x), gradients)
