@@ -216,7 +216,7 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
 def test_refusals() -> None:
     for name in ("sam2", "qwen3-vl", "naflex"):
         model = make_packed(name)
-        with pytest.raises(TypeError, match="cannot be reduced: .* over one grid"):
+        with pytest.raises(TypeError, match=r"cannot be reduced: .* over one grid"):
             bmfa.reduce(model, "tome:2")
         with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
             check_one_grid(find_vision_transformer(model))
