@@ -178,7 +178,7 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
         projection: Any = find_vision_transformer(model).projection
     except TypeError:
         return
-    strides = getattr(projection, "stride", None) or getattr(projection, "patch_size", (1, 1))
+    strides: Any = getattr(projection, "stride", None) or getattr(projection, "patch_size", (1, 1))
     for side, patch_size in zip(size, strides[-2:], strict=True):
         if side % patch_size:
             given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -59,11 +59,12 @@ class Packing:
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B * T, heads, d)
         outputs = []
         for group in self.groups:
-            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (images, heads, N, d)
-            outputs.append(attention(*inputs, grid=group.grid))
+            # (images, heads, N, d) each
+            query, key, value = (x[group.index].transpose(1, 2) for x in flat)
+            outputs.append(attention(query, key, value, grid=group.grid))
             if group.padding.numel():
                 query = flat[0][group.padding].transpose(1, 2)
-                outputs.append(scaled_dot_product_attention(query, *inputs[1:], scale=scale))
+                outputs.append(scaled_dot_product_attention(query, key, value, scale=scale))
         rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in outputs])[self.inverse]
         return rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2)
 

@@ -219,7 +219,8 @@ def _is_self_attention(
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Split (B, tokens, 3 * heads * d) into q, k, v, (B, heads, tokens, d) each."""
-    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    split = torch.unflatten(qkv, -1, (3, heads, -1))
+    return torch.unbind(split.permute(2, 0, 3, 1, 4))
 
 
 def class_name(module: nn.Module) -> str:

@@ -188,8 +188,10 @@ class ScreenedLayer(AttentionFunction):
     def _make_choice(self, grid: Grid, key: tuple[Any, ...]) -> Choice | None:
         planned = None if self.planned == grid else self.planned
         options = self.options if planned is None else {"error": 0.0}
-        *call, graph, gradients = key
-        choice = exact_choice(*call, options, in_graph=graph, requires_grad=gradients)
+        shape, dtype, device, _, graph, gradients = key
+        choice = exact_choice(
+            shape, dtype, device, grid, options, in_graph=graph, requires_grad=gradients
+        )
         if choice is None or planned is None:
             return choice
         reason = (
@@ -212,7 +214,7 @@ class ScreenedLayer(AttentionFunction):
             given = {"error": DEFAULT_ERROR} | given
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
-    def compute(  # type: ignore[override]
+    def compute(
         self,
         scale: float,
         q: Tensor,
