@@ -292,6 +292,7 @@ REFUSED = [
     ({"times": {0: {None: 1.0}}}, "times lacks times[0][0.05]"),
     ({"times": TIMES | {1: TIMES[1] | {0.3: 0.0}}}, "times is 0.0"),
     ({"batch_size": 4}, "batch_size is 4"),
+    ({"batch_size": 0, "limit": 4}, "batch_size is 0"),
     ({"errors": []}, "errors is []; pass a list"),
     ({"errors": [0.0]}, "errors is 0.0"),
     ({"img_size": 224}, "img_size and preprocess are for images of a folder"),

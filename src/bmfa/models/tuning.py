@@ -148,7 +148,7 @@ def tune(
     indices = layer_indices(layers, len(vit.attentions))
     if times is not None:
         _check_times(times, indices, errors)
-    limit = default_limit(module, IMAGES, batch_size) if limit is None else limit
+    limit = image_limit(limit, module, IMAGES, batch_size)
     parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
     if batch_size > len(parts["calibration"]):
         raise ValueError(
@@ -194,14 +194,15 @@ class Tuner:
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
-        """Batches of the images, in the dtype and on the device of the model."""
+        """Batches of the images, where there are any."""
+        parts = self.images.items()
+        return {name: torch.split(part, self.batch_size) for name, part in parts if len(part)}
+
+    def place(self, batch: Tensor) -> Tensor:
+        """Return a batch in the dtype and on the device of the model."""
         floating = (p for p in self.model.parameters() if p.is_floating_point())
         parameter = next(floating, torch.empty(0))
-        return {
-            name: torch.split(part.to(parameter.device, parameter.dtype), self.batch_size)
-            for name, part in self.images.items()
-            if len(part)
-        }
+        return batch.to(parameter.device, parameter.dtype)
 
     @cached_property
     def references(self) -> dict[Any, list[Any]]:
@@ -217,7 +218,7 @@ class Tuner:
         self.install(chosen)
         try:
             for batch in self.batches[images]:
-                yield measure.outputs(self.model, batch, self.options)
+                yield measure.outputs(self.model, self.place(batch), self.options)
         finally:
             unpatch(self.model)
 
@@ -239,7 +240,7 @@ class Tuner:
 
     def common_fields(self, seed: int) -> dict[str, Any]:
         """Return the fields that plans of attention and of merging share."""
-        first = self.batches["calibration"][0]
+        first = self.place(self.batches["calibration"][0])
         return {f"{name}_images": len(part) for name, part in self.images.items()} | {
             "model": ModelFingerprint.from_model(self.model),
             "img_size": (int(first.shape[-2]), int(first.shape[-1])),
@@ -268,7 +269,7 @@ class _AttentionTuner(Tuner):
         for measure in dict.fromkeys((additive, self.measure)):
             self.check_deterministic(measure)
         self.advance()
-        batch = self.batches["calibration"][0]
+        batch = self.place(self.batches["calibration"][0])
         self.time_layers(batch, times)
 
         def change(images: str, chosen: Combination) -> float:
@@ -425,12 +426,13 @@ def check_tunable(
     return module, vit, dict(own if options is None else options)
 
 
-def default_limit(model: nn.Module, images: Mapping[str, int], batch_size: int) -> int:
-    """Return the number of images to use on the device of a model, at least two batches."""
+def image_limit(
+    limit: int | None, model: nn.Module, images: Mapping[str, int], batch_size: int
+) -> int:
+    """Return the number of images to use; None is that for the device, but at least two batches."""
     device = next((p.device.type for p in model.parameters()), "cpu")
-    return max(
-        images.get(device, images["cpu"]), 2 * check_integer("batch_size", batch_size, low=1)
-    )
+    least = 2 * check_integer("batch_size", batch_size, low=1)
+    return max(images.get(device, images["cpu"]), least) if limit is None else limit
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:

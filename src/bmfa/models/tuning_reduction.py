@@ -29,7 +29,7 @@ from bmfa.models.tuning import (
     Tuner,
     check_tunable,
     count_steps,
-    default_limit,
+    image_limit,
     unchanged,
 )
 from bmfa.records import round_digits
@@ -127,7 +127,7 @@ def tune_reduction(
     check_policy(policy)
     module, vit, options = check_tunable(model, options)
     rounds = check_integer("rounds", rounds, low=0)
-    limit = default_limit(module, IMAGES, batch_size) if limit is None else limit
+    limit = image_limit(limit, module, IMAGES, batch_size)
     parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
     if target == "gflops":  # nothing is validated
         unseen = torch.cat([parts["validation"], parts["test"]])
@@ -165,7 +165,7 @@ class ReductionTuner(Tuner):
             lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
         )
         try:
-            scores = logits(self.model, first, self.options)
+            scores = logits(self.model, self.place(first), self.options)
         finally:
             handle.remove()
             unpatch(self.model)
