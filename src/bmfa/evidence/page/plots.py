@@ -320,12 +320,17 @@ def label_ends(axes: "Axes", ends: Mapping[str, float], height: float) -> None:
 def spread_labels(
     positions: Sequence[float], distance: float, low: float, high: float
 ) -> list[float]:
-    """Move ascending positions until they are `distance` apart, those at the top downwards."""
-    moved: list[float] = []
+    """Move ascending positions as little as possible until they are `distance` apart."""
+    groups: list[tuple[float, int]] = []  # sum and number of positions that move together
     for index, position in enumerate(positions):
-        above = (len(positions) - 1 - index) * distance
-        moved.append(min(max(position, moved[-1] + distance if moved else low), high - above))
-    return moved
+        total, count = position - index * distance, 1
+        while groups and groups[-1][0] / groups[-1][1] > total / count:
+            previous, members = groups.pop()
+            total, count = total + previous, count + members
+        groups.append((total, count))
+    moved = [total / count for total, count in groups for _ in range(count)]
+    last = high - (len(moved) - 1) * distance
+    return [max(low, min(one, last)) + index * distance for index, one in enumerate(moved)]
 
 
 def value_range(rows: Sequence[Row], column: str) -> tuple[float, float]:
