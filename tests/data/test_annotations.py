@@ -12,12 +12,15 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from bmfa.data import AnnotationError, ImageError, InstanceFiles, Tally
-from bmfa.data.coco import AnnotationFile
+from bmfa.data.coco import MaskError, decode_mask, read_annotations
 from bmfa.data.instances import size_group
-from bmfa.data.masks import MaskError, decode_mask
 
 HEIGHT, WIDTH = 30, 40
 SQUARE = [[5.0, 5, 15, 5, 15, 15, 5, 15]]
+
+
+def image(number: int = 1, name: Any = "000000000001.png", width: int = WIDTH) -> dict[str, Any]:
+    return {"id": number, "file_name": name, "width": width, "height": HEIGHT}
 
 
 def annotation(number: int, segmentation: Any = None, **changes: Any) -> dict[str, Any]:
@@ -25,21 +28,15 @@ def annotation(number: int, segmentation: Any = None, **changes: Any) -> dict[st
     return record | {"segmentation": SQUARE if segmentation is None else segmentation} | changes
 
 
-def content(annotations: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    image = {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT}
-    whole = {
-        "images": [image],
-        "annotations": annotations,
-        "categories": [{"id": 1, "name": "cat", "supercategory": "animal"}],
-    }
+def content(*annotations: Any, **changes: Any) -> dict[str, Any]:
+    categories = [{"id": 1, "name": "cat", "supercategory": "animal"}]
+    whole = {"images": [image()], "annotations": list(annotations), "categories": categories}
     return whole | changes
 
 
-def written(
-    folder: Path, whole: Any, names: tuple[str, ...] = ("000000000001.png",)
-) -> InstanceFiles:
-    (folder / "images").mkdir(exist_ok=True)
-    for name in names:
+def written(folder: Path, whole: Any, *names: str) -> InstanceFiles:
+    (folder / "images" / "val2017").mkdir(parents=True, exist_ok=True)
+    for name in names or ("000000000001.png",):
         Image.new("RGB", (WIDTH, HEIGHT), (10, 200, 30)).save(folder / "images" / name)
     (folder / "instances.json").write_text(json.dumps(whole))
     return InstanceFiles(folder / "instances.json", folder / "images")
@@ -52,24 +49,18 @@ def runs_of(mask: np.ndarray) -> list[int]:
     return [0, *lengths] if flat[0] else lengths
 
 
+def packed(mask: np.ndarray) -> str:
+    counts: bytes = coco_mask.encode(np.asfortranarray(mask.view(np.uint8)))["counts"]
+    return counts.decode()
+
+
 def test_polygons_and_both_run_lengths_give_one_mask(tmp_path: Path) -> None:
     mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
     mask[5:15, 5:15] = True
-    packed = coco_mask.encode(np.asfortranarray(mask.view(np.uint8)))["counts"].decode()
-    size = [HEIGHT, WIDTH]
-    source = written(
-        tmp_path,
-        content(
-            [
-                annotation(1),
-                annotation(2, {"size": size, "counts": runs_of(mask)}, iscrowd=1),
-                annotation(3, {"size": size, "counts": packed}),
-            ]
-        ),
-    )
-    instances = list(source.instances())
-    assert [one.annotation_id for one in instances] == [1, 2, 3]
-    assert [one.crowd for one in instances] == [False, True, False]
+    runs = [{"size": [HEIGHT, WIDTH], "counts": counts} for counts in (runs_of(mask), packed(mask))]
+    whole = content(annotation(1), annotation(2, runs[0], iscrowd=1), annotation(3, runs[1]))
+    instances = list(written(tmp_path, whole).instances())
+    assert [(one.annotation_id, one.crowd) for one in instances] == [(1, 0), (2, 1), (3, 0)]
     for one in instances:
         np.testing.assert_array_equal(one.mask, mask)
         assert (one.category, one.frequency, one.size) == ("cat", None, "small")
@@ -81,67 +72,57 @@ def test_polygons_and_both_run_lengths_give_one_mask(tmp_path: Path) -> None:
 def test_run_lengths_are_decoded_as_pycocotools_does(height: int, width: int, seed: int) -> None:
     mask = np.random.default_rng(seed).random((height, width)) < 0.4
     mask[seed % height, seed % width] = True
-    packed = coco_mask.encode(np.asfortranarray(mask.view(np.uint8)))["counts"].decode()
-    for counts in (packed, runs_of(mask)):
+    for counts in (packed(mask), runs_of(mask)):
         decoded = decode_mask({"size": [height, width], "counts": counts}, height, width)
         np.testing.assert_array_equal(decoded, mask)
 
 
-FAULTS: list[tuple[str, Any]] = [
-    ("degenerate polygon", [[1, 1, 5, 5]]),
-    ("degenerate polygon", []),
-    ("degenerate polygon", [[3, 3, 3, 3, 3, 3]]),
-    ("malformed polygon", [[1, 1, 5, 5, 9]]),
-    ("malformed polygon", [[1, 1, 5, 5, 9, "9"]]),
-    ("malformed polygon", [[1, 1, 5, 5, 9, float("nan")]]),
-    ("malformed polygon", [1, 1, 5, 5, 9, 1]),
-    ("mask outside the image", [[50, 50, 60, 50, 60, 60]]),
-    ("mask outside the image", [[-30, 2, -10, 2, -10, 9]]),
-    ("mask outside the image", [[0, 0, 1e9, 0, 0, 1e9]]),
-    ("mask outside the image", {"size": [9, 9], "counts": [81]}),
-    ("empty mask", {"size": [HEIGHT, WIDTH], "counts": [HEIGHT * WIDTH]}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7]}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7000]}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [-5, HEIGHT * WIDTH + 5]}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [0.5, 1.5]}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "zz"}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "o" * 400}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "\u00e9"}),
-    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": None}),
-]
+POLYGON_FAULTS: dict[str, list[Any]] = {
+    "degenerate polygon": [[[1, 1, 5, 5]], [], [[3, 3, 3, 3, 3, 3]]],
+    "malformed polygon": [
+        [[1, 1, 5, 5, 9]],
+        [[1, 1, 5, 5, 9, "9"]],
+        [[1, 1, 5, 5, 9, float("nan")]],
+        [1, 1, 5, 5, 9, 1],
+    ],
+    "mask outside the image": [
+        [[50, 50, 60, 50, 60, 60]],
+        [[-30, 2, -10, 2, -10, 9]],
+        [[0, 0, 1e9, 0, 0, 1e9]],
+        [[0, 0, 10**400, 0, 0, 1]],
+    ],
+}
+PIXELS = HEIGHT * WIDTH
+RUNS_FAULTS: dict[str, list[Any]] = {
+    "empty mask": [[PIXELS]],
+    "malformed run lengths": [
+        *([5, 7], [5, 7000], [-5, PIXELS + 5], [0.5, 1.5]),
+        *("zz", "o" * 400, "\u00e9", None),
+    ],
+}
 
 
 def test_an_unusable_mask_has_a_reason() -> None:
-    for reason, segmentation in FAULTS:
+    faults = [(reason, one) for reason, bad in POLYGON_FAULTS.items() for one in bad]
+    for reason, bad in RUNS_FAULTS.items():
+        faults += [(reason, {"size": [HEIGHT, WIDTH], "counts": counts}) for counts in bad]
+    faults.append(("mask outside the image", {"size": [9, 9], "counts": [81]}))
+    for reason, segmentation in faults:
         with pytest.raises(MaskError, match=f"^{reason}$"):
             decode_mask(segmentation, HEIGHT, WIDTH)
 
 
 def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
-    images = [
-        {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT},
-        {"id": 2, "file_name": "gone.png", "width": WIDTH, "height": HEIGHT},
-        {"id": 3, "file_name": "other.png", "width": WIDTH + 1, "height": HEIGHT},
-        {"id": 4, "file_name": "broken.png", "width": WIDTH, "height": HEIGHT},
-    ]
-    source = written(
-        tmp_path,
-        content(
-            [
-                annotation(1),
-                annotation(2, [[1, 1, 5, 5]]),
-                annotation(3, [[50, 50, 60, 50, 60, 60]]),
-                annotation(4, category_id=9),
-                annotation(5, image_id=2),
-                annotation(6, image_id=2),
-                annotation(7, image_id=77),
-                annotation(8, image_id=3),
-                annotation(9, image_id=4),
-            ],
-            images=images,
-        ),
-        names=("000000000001.png", "other.png", "broken.png"),
+    images = [image(), image(2, "gone.png"), image(3, "other.png", WIDTH + 1)]
+    whole = content(
+        annotation(1),
+        annotation(2, [[1, 1, 5, 5]]),
+        annotation(3, [[50, 50, 60, 50, 60, 60]]),
+        annotation(4, category_id=9),
+        *(annotation(5 + n, image_id=one) for n, one in enumerate((2, 2, 77, 3, 4))),
+        images=[*images, image(4, "broken.png")],
     )
+    source = written(tmp_path, whole, "000000000001.png", "other.png", "broken.png")
     (tmp_path / "images" / "broken.png").write_bytes(b"broken")
     tally = Tally()
     assert [one.annotation_id for one in source.instances(tally)] == [1]
@@ -164,16 +145,14 @@ def test_strict_stops_at_the_first_fault(tmp_path: Path) -> None:
         ({"category_id": 9}, "unknown category"),
         ({"image_id": 77}, "image 77, not among images: missing image"),
     ):
-        source = written(tmp_path, content([annotation(1, **changes)]))
+        source = written(tmp_path, content(annotation(1, **changes)))
         with pytest.raises(AnnotationError, match=said):
             list(source.instances(Tally(strict=True)))
 
 
 def test_area_comes_from_the_mask_where_the_file_has_none(tmp_path: Path) -> None:
     parts = [*SQUARE, [20, 20, 30, 20, 30, 25, 20, 25], [1, 1, 2, 2]]  # joined, slivers ignored
-    record = annotation(1, parts)
-    del record["area"]
-    (one,) = written(tmp_path, content([record])).instances()
+    (one,) = written(tmp_path, content(annotation(1, parts, area=None))).instances()
     assert one.area == one.mask.sum() == 100 + 50
     sizes = [size_group(area) for area in (1023.9, 1024, 9215.9, 9216)]
     assert sizes == ["small", "medium", "medium", "large"]
@@ -184,8 +163,8 @@ def test_lvis_images_are_found_by_id_and_by_url(tmp_path: Path) -> None:
     by_url = {"coco_url": "http://images.example/val2017/000000000001.jpg"}
     category = {"id": 1, "name": "acorn", "frequency": "r", "synset": "acorn.n.01"}
     record = annotation(1)
-    del record["iscrowd"]
-    for number, (image, name) in enumerate(
+    del record["iscrowd"], record["area"]
+    for number, (named, name) in enumerate(
         [
             (by_name, "000000000001.jpg"),
             (by_name, "COCO_val2014_000000000001.jpg"),
@@ -193,53 +172,38 @@ def test_lvis_images_are_found_by_id_and_by_url(tmp_path: Path) -> None:
             (by_url, "val2017/000000000001.jpg"),
         ]
     ):
-        folder = tmp_path / str(number)
-        (folder / "images" / "val2017").mkdir(parents=True)
-        listed = {"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | image
-        whole = content([record], images=[listed], categories=[category])
-        (one,) = written(folder, whole, names=(name,)).instances()
+        listed = {"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | named
+        whole = content(record, images=[listed], categories=[category])
+        (one,) = written(tmp_path / str(number), whole, name).instances()
         assert (one.category, one.frequency, one.crowd) == ("acorn", "r", False)
         assert one.image.name == name
 
 
 def test_a_folder_without_the_images_says_what_was_sought_and_found(tmp_path: Path) -> None:
     with pytest.raises(ImageError) as caught:
-        written(tmp_path, content([annotation(1)]), names=("x.png", "y.png"))
-    for part in (
-        "none of the 1 images",
-        "looked for 000000000001.png",
-        "found 2 images, such as x.png",
-    ):
+        written(tmp_path, content(annotation(1)), "x.png", "y.png")
+    for part in ("none of the 1 images", "for 000000000001.png", "found 2 images, such as x.png"):
         assert part in str(caught.value)
 
 
 WRONG: list[tuple[Any, str]] = [
     ([], "has no list categories"),
     ({"images": [], "categories": []}, "has no list annotations"),
-    (content([]) | {"images": 3}, "has no list images"),
-    (content([5]), r"annotations\[0\]\.id is null"),
-    (content([annotation(1), annotation(2, image_id="x")]), r'annotations\[1\]\.image_id is "x"'),
-    (content([annotation(1, segmentation="x")]), r"annotations\[0\]\.segmentation is"),
+    (content(images=3), "has no list images"),
+    (content(5), r"annotations\[0\]\.id is null"),
+    (content(annotation(1), annotation(2, image_id="x")), r'annotations\[1\]\.image_id is "x"'),
+    (content(annotation(1, segmentation="x")), r"annotations\[0\]\.segmentation is"),
     (
-        content([{"id": 1, "image_id": 1, "category_id": 1, "caption": "a cat"}]),
+        content({"id": 1, "image_id": 1, "category_id": 1, "caption": "a cat"}),
         r"annotations\[0\]\.segmentation is null.*a list of polygons or an object",
     ),
-    (content([annotation(1, area=-1)]), r"annotations\[0\]\.area is -1"),
-    (content([annotation(1, iscrowd=2)]), r"annotations\[0\]\.iscrowd is 2"),
-    (
-        content([], images=[{"id": 1, "file_name": "a.png", "width": 0, "height": 3}]),
-        r"images\[0\]\.width is 0",
-    ),
-    (
-        content([], images=[{"id": 1, "file_name": 3, "width": 4, "height": 3}]),
-        r"images\[0\]\.file_name is 3",
-    ),
-    (content([], images=content([])["images"] * 2), "several images have the id 1"),
-    (content([], categories=[{"id": 1}]), r"categories\[0\]\.name is null"),
-    (
-        content([], categories=[{"id": 1, "name": "a", "frequency": "x"}]),
-        r"categories\[0\]\.frequency",
-    ),
+    (content(annotation(1, area=-1)), r"annotations\[0\]\.area is -1"),
+    (content(annotation(1, iscrowd=2)), r"annotations\[0\]\.iscrowd is 2"),
+    (content(images=[image(width=0)]), r"images\[0\]\.width is 0"),
+    (content(images=[image(name=3)]), r"images\[0\]\.file_name is 3"),
+    (content(images=[image(), image()]), "several images have the id 1"),
+    (content(categories=[{"id": 1}]), r"categories\[0\]\.name is null"),
+    (content(categories=[{"id": 1, "name": "a", "frequency": "x"}]), r"categories\[0\]\.frequency"),
 ]
 
 
@@ -247,15 +211,15 @@ def test_a_file_of_another_structure_names_the_place(tmp_path: Path) -> None:
     for whole, said in WRONG:
         (tmp_path / "a.json").write_text(json.dumps(whole))
         with pytest.raises(AnnotationError, match=said) as caught:
-            AnnotationFile(tmp_path / "a.json")
+            read_annotations(tmp_path / "a.json")
         assert "\n" not in str(caught.value)
         assert "a.json" in str(caught.value)
 
 
 def test_damage_is_located(tmp_path: Path) -> None:
     with pytest.raises(AnnotationError, match="cannot be read: No such file"):
-        AnnotationFile(tmp_path / "a.json")
-    whole = json.dumps(content([annotation(1)])).encode()
+        read_annotations(tmp_path / "a.json")
+    whole = json.dumps(content(annotation(1))).encode()
     damaged = [(whole[:keep], r"was cut off: .*line 1 column \d+") for keep in (0, 1, 30, 200, -1)]
     damaged += [
         (b'{"images": [,]}', "line 1 column 13"),
@@ -266,5 +230,5 @@ def test_damage_is_located(tmp_path: Path) -> None:
     for data, said in damaged:
         (tmp_path / "a.json").write_bytes(data)
         with pytest.raises(AnnotationError, match=said) as caught:
-            AnnotationFile(tmp_path / "a.json")
+            read_annotations(tmp_path / "a.json")
         assert "\n" not in str(caught.value)

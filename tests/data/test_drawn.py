@@ -17,14 +17,7 @@ from bmfa.data import (
     draw_object,
     draw_scene,
 )
-from bmfa.data.drawn.badges import (
-    GRAIN,
-    SHAPES,
-    TEXTURES,
-    TICK_COUNTS,
-    _Badge,
-    draw_badge_parts,
-)
+from bmfa.data.drawn.badges import GRAIN, SHAPES, TEXTURES, TICK_COUNTS, _Badge, draw_badge_parts
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
@@ -77,8 +70,7 @@ def test_badges_are_small_everywhere_and_balanced() -> None:
     assert np.bincount(labels).tolist() == [10] * len(BADGE_CLASSES)
     assert len(set(BADGE_CLASSES)) == len(SHAPES) * len(TEXTURES) * len(TICK_COUNTS)
     shares = np.array([image.mask.mean() for image in images])
-    assert 0.004 <= shares.min()
-    assert shares.max() <= 0.085
+    assert 0.004 <= shares.min() and shares.max() <= 0.085
     covered = np.sum([image.mask for image in images], axis=0)
     regions = covered.reshape(4, 32, 4, 32).sum((1, 3))
     # The whole badge is inside the image, so few of them reach the corners.
@@ -141,14 +133,10 @@ def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
     assert len({one.annotation_id for one in every}) == len(every) >= 4 * len(scenes)
 
 
-def test_parts_of_a_source_are_its_images_in_order() -> None:
+def test_a_source_has_its_images_in_order() -> None:
+    scenes = [one.annotation_id for one in EmbeddedScenes(4, 3, start=5).instances()]
+    assert scenes == [one.annotation_id for index in range(5, 9) for one in draw_scene(3, index)]
     objects = EmbeddedObjects(poses=3, seed=2)
-    scenes = EmbeddedScenes(images=11, seed=3, start=5)
-    for source, instances, sizes in ((scenes, 32, [4, 4, 3]), (objects, 5, [5, 5, 2])):
-        parts = list(source.parts(instances))
-        assert [len(part) for part in parts] == sizes
-        whole = [one.annotation_id for one in source.instances()]
-        assert [one.annotation_id for part in parts for one in part.instances()] == whole
     assert [one.category for one in objects.instances()] == 3 * list(OBJECT_CATEGORIES)
     kite, person = draw_kite_flyer(0, 1)
     assert kite.image is person.image and not (kite.mask & person.mask).any()

@@ -183,7 +183,6 @@ class ModelOnImages(LabelledData):
         self, experiment: Callable[..., Record], output: Output, columns: str, **options: Any
     ) -> None:
         """Run an experiment in all processes of torchrun, and finish with its record in the first."""
-        from bmfa.data.classification import SkippedImages
         from bmfa.evidence.runner.parts import joined, own_device, rank
 
         device, loaded = output.torch_device(own_device), self.load()
@@ -201,8 +200,10 @@ class ModelOnImages(LabelledData):
                 **options,
             )
             if rank() == 0:
-                skipped = record.settings["skipped"], record.settings["skipped_names"]
-                warnings = SkippedImages(*skipped).lines()
+                skipped, reasons = record.settings["skipped"], record.settings["skipped_names"]
+                more = ", ..." if skipped > len(reasons) else ""
+                message = f"{skipped} unreadable images skipped: {'; '.join(reasons)}{more}"
+                warnings = [message] if skipped else []
                 if (warning := getattr(images, "label_warning", None)) is not None:
                     warnings.append(f"warning: {warning}")
                 if self.data_dir:

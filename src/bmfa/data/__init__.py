@@ -1,7 +1,7 @@
 """Images and annotations in their usual layouts, and the embedded images, which are drawn."""
 
 from bmfa.data.classification import EmbeddedImages, LabelledImage, LabelledImages
-from bmfa.data.coco import AnnotationFile, InstanceFiles
+from bmfa.data.coco import InstanceFiles
 from bmfa.data.drawn.badges import BADGE_CLASSES, BadgeImage, draw_badge, draw_badge_batch
 from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
@@ -13,7 +13,6 @@ __all__ = [
     "BADGE_CLASSES",
     "MODES",
     "AnnotationError",
-    "AnnotationFile",
     "BadgeImage",
     "EmbeddedImages",
     "EmbeddedObjects",

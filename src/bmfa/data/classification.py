@@ -7,11 +7,10 @@ they have a length, give an image by index, and pickle for worker processes.
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,11 @@ from bmfa.data.images import ImageError, ImageFiles
 from bmfa.packages import load_package
 
 _WNID = re.compile(r"n\d{8}")  # WordNet id, such as n01440764
-_MAX_REASONS = 5  # reasons that a summary lists
 _IMAGENET_CLASSES = 1000
 _MAX_SHOWN = 5  # names of classes that a message lists
+
+# The class of every folder by its name (empty if unknown), how they were found, and a warning.
+_Classes = tuple[Mapping[str, int], str, str | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,27 +48,6 @@ class LabelledImage:
     mask: NDArray[np.bool_] | None = None
 
 
-@dataclass
-class SkippedImages:
-    """Number of images that could not be read, and the reasons of the first few."""
-
-    count: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def add(self, reason: str) -> None:
-        """Count one more image."""
-        self.count += 1
-        if len(self.reasons) < _MAX_REASONS:
-            self.reasons.append(reason)
-
-    def lines(self) -> list[str]:
-        """Return the message to the user in lines; none if every image was read."""
-        if not self.count:
-            return []
-        more = ", ..." if self.count > len(self.reasons) else ""
-        return [f"{self.count} unreadable images skipped: {'; '.join(self.reasons)}{more}"]
-
-
 class LabelledImages:
     """The images of a folder or zip in the order of their names, with labels.
 
@@ -80,13 +60,12 @@ class LabelledImages:
     Args:
         path: folder or zip.
         labels: file with a name and a label on each line; None takes the names of the folders.
-        wnids: WordNet ids in the order of the model's outputs; None takes those of ImageNet-1K.
         class_map: file with the class of every folder: the names of the folders in the order of the
             model's outputs, one on each line, or lines `NAME INDEX`. None takes the names of the
             folders.
         classes: the names of the model's outputs, or their number; None if unknown.
         limit: number of images to take; None takes all.
-        strict: True to raise at an image that cannot be read instead of skipping it.
+        strict: True if an experiment is to end at an image that cannot be read instead of skipping it.
 
     Attributes:
         label_source: how labels were found, as a phrase.
@@ -114,15 +93,12 @@ class LabelledImages:
         path: str | os.PathLike[str],
         labels: str | os.PathLike[str] | None = None,
         *,
-        wnids: Sequence[str] | None = None,
         class_map: str | os.PathLike[str] | None = None,
         classes: Sequence[str] | int | None = None,
         limit: int | None = None,
         strict: bool = False,
     ) -> None:
-        self.files = ImageFiles(path)
-        self.strict = strict
-        self.skipped = SkippedImages()
+        self.files, self.strict = ImageFiles(path), strict
         if not self.files.entries:
             raise ImageError(f"no images in {path}; pass a folder or zip of jpg, png or webp")
         if limit is not None:
@@ -132,37 +108,28 @@ class LabelledImages:
                 "a label file and a class map are given; pass one of them, because either decides the "
                 "class of every image"
             )
+        class_names = () if classes is None or isinstance(classes, int) else classes
+        count = classes if isinstance(classes, int) else len(class_names) or None
         self.label_source = "label file"
         self.label_warning: str | None = None
         if labels is not None:
-            self._labels = _labels_from_file(self.files, Path(labels), wnids)
+            self._labels = _read_labels(self.files, Path(labels))
         else:
             folders = {entry: PurePosixPath(entry).parent.name for entry in self.files.entries}
             names = sorted(set(folders.values()))
             if class_map is not None:
                 found = _read_class_map(Path(class_map), names)
             else:
-                found = _classes_of_folders(self.files, names, wnids, classes)
+                found = _classes_of_folders(self.files, names, class_names, count)
             index, self.label_source, self.label_warning = found
             self._labels = {entry: index[name] for entry, name in folders.items() if index}
-        self._check_labels(classes)
+        for entry, label in self._labels.items():
+            if count is not None and label >= count:
+                raise ImageError(
+                    f"{entry} has class {label}, and the model {count} classes; pass the model of "
+                    "these images, or labels in its order (--labels FILE or --class-map FILE)"
+                )
         self.entries = tuple(islice(self._labels or self.files.entries, limit))
-
-    def _check_labels(self, classes: Sequence[str] | int | None) -> None:
-        if classes is None:
-            return
-        count = classes if isinstance(classes, int) else len(classes)
-        beyond = next((entry for entry, label in self._labels.items() if label >= count), None)
-        if beyond is not None:
-            raise ImageError(
-                f"{beyond} has class {self._labels[beyond]}, and the model {count} classes; pass the "
-                "model of these images, or labels in its order (--labels FILE or --class-map FILE)"
-            )
-
-    @property
-    def labelled(self) -> bool:
-        """True if the images have labels."""
-        return bool(self._labels)
 
     def __len__(self) -> int:
         """Return the number of images, unreadable ones included."""
@@ -177,19 +144,6 @@ class LabelledImages:
         """
         entry = self.entries[index]
         return LabelledImage(entry, self.files.read(entry), self._labels.get(entry))
-
-    def __iter__(self) -> Iterator[LabelledImage]:
-        """Yield every readable image; `skipped` counts the others, with `strict` they raise."""
-        self.skipped = SkippedImages()
-        for index in range(len(self)):
-            try:
-                image = self[index]
-            except ImageError as error:
-                if self.strict:
-                    raise
-                self.skipped.add(str(error))
-                continue
-            yield image
 
     def names(self) -> list[tuple[str, int | None]]:
         """Return the name and the label of every image without reading it."""
@@ -237,62 +191,46 @@ class EmbeddedImages:
 
 
 @cache
-def imagenet_wnids() -> tuple[str, ...]:
-    """Return the 1000 WordNet ids of ImageNet-1K in the order of a model's outputs."""
-    return tuple(_imagenet_info().label_names())
+def imagenet_names() -> tuple[str, ...]:
+    """Return the 1000 class names of ImageNet-1K in the order of a model's outputs."""
+    info = load_package("timm.data").ImageNetInfo()
+    return tuple(map(info.index_to_description, range(_IMAGENET_CLASSES)))
 
 
 @cache
-def imagenet_names() -> tuple[str, ...]:
-    """Return the 1000 class names of ImageNet-1K in the order of a model's outputs."""
-    info = _imagenet_info()
-    return tuple(info.index_to_description(index) for index in range(1000))
-
-
-def _imagenet_info() -> Any:
-    return load_package("timm.data").ImageNetInfo()
-
-
-class _Classes(NamedTuple):
-    """The class of every folder by its name, how they were found, and a warning; empty if unknown."""
-
-    by_name: Mapping[str, int]
-    source: str
-    warning: str | None = None
+def _imagenet_wnids() -> dict[str, int]:
+    """Return the class index of every WordNet id of ImageNet-1K."""
+    names = load_package("timm.data").ImageNetInfo().label_names()
+    return {wnid: number for number, wnid in enumerate(names)}
 
 
 def _classes_of_folders(
-    files: ImageFiles,
-    names: Sequence[str],
-    wnids: Sequence[str] | None,
-    classes: Sequence[str] | int | None,
+    files: ImageFiles, names: Sequence[str], class_names: Sequence[str], count: int | None
 ) -> _Classes:
-    """Return the classes that the names of the folders mean."""
-    class_names = () if classes is None or isinstance(classes, int) else classes
-    count = classes if isinstance(classes, int) else len(class_names) or None
-    wordnet = all(_WNID.fullmatch(name) for name in names)
+    """Return the classes that the names of the folders mean to a model with `count` classes."""
+    wordnet = all(map(_WNID.fullmatch, names))
     # Sorted order for a model that was trained on these folders alone.
-    if wordnet and not (wnids is None and count == len(names) != _IMAGENET_CLASSES):
-        return _Classes(_wnid_index(names, wnids), "folders by WordNet id")
+    if wordnet and (count != len(names) or count == _IMAGENET_CLASSES):
+        return {name: _class_index(name) for name in names}, "folders by WordNet id", None
     if all(name.isdecimal() for name in names):
-        return _Classes({name: int(name) for name in names}, "folders by class index")
+        return {name: int(name) for name in names}, "folders by class index", None
     if len(names) == 1:
-        return _Classes({}, "none")
+        return {}, "none", None
     if not wordnet:
         _check_unambiguous(files, names)
     if set(names) <= set(class_names):
         by_name = {name: list(class_names).index(name) for name in names}
-        return _Classes(by_name, "folders by the class names of the model")
-    index = {name: number for number, name in enumerate(names)}
-    shown = [f"{name} {number}" for name, number in index.items()]
+        return by_name, "folders by the class names of the model", None
+    shown = [f"{name} {number}" for number, name in enumerate(names)]
     if len(shown) > _MAX_SHOWN:
         shown = [*shown[: _MAX_SHOWN - 1], "...", shown[-1]]
     warning = (
         f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of the "
         f"model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
     )
-    source = f"folders in sorted order: {', '.join(shown)}"
-    return _Classes(index, source, warning if count is not None and len(names) < count else None)
+    index = {name: number for number, name in enumerate(names)}
+    fewer = count is not None and len(names) < count
+    return index, f"folders in sorted order: {', '.join(shown)}", warning if fewer else None
 
 
 def _check_unambiguous(files: ImageFiles, names: Sequence[str]) -> None:
@@ -331,7 +269,7 @@ def _read_class_map(path: Path, folders: Sequence[str]) -> _Classes:
             f"class map {path} {fault}; write each folder name once, in the order of the model's "
             "outputs or with its index"
         )
-    return _Classes(index, f"class map {path.name}")
+    return index, f"class map {path.name}", None
 
 
 def _read_lines(path: Path, what: str) -> list[str]:
@@ -342,7 +280,7 @@ def _read_lines(path: Path, what: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None) -> dict[str, int]:
+def _read_labels(files: ImageFiles, path: Path) -> dict[str, int]:
     """Return labels by entry, from lines `NAME LABEL` or `NAME,LABEL`; further columns are ignored."""
     rows = [re.split(r"[\s,]+", line)[:2] for line in _read_lines(path, "label file")]
     if rows and len(rows[0]) == 2 and not _is_label(rows[0][1]):
@@ -353,9 +291,7 @@ def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None
             f"label file {path} has a line {' '.join(bad)!r}; "
             "write NAME LABEL, the label a class index or a WordNet id"
         )
-    ids = sorted({label for _, label in rows if not label.isdecimal()})
-    index = _wnid_index(ids, wnids) if ids else {}
-    by_name = {name: int(label) if label.isdecimal() else index[label] for name, label in rows}
+    by_name = {name: _class_index(label) for name, label in rows}
     found = {}
     for entry in files.entries:
         file = PurePosixPath(entry)
@@ -370,17 +306,18 @@ def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None
     return found
 
 
-def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[str, int]:
-    """Return the class index of every WordNet id; raise if one of `names` has none."""
-    known = imagenet_wnids() if wnids is None else wnids
-    index = {wnid: number for number, wnid in enumerate(known)}
-    unknown = [name for name in names if name not in index]
-    if unknown:
-        raise ImageError(
-            f"{unknown[0]} is none of the {len(index)} classes; pass wnids= in the model's order"
-        )
-    return index
-
-
 def _is_label(text: str) -> bool:
     return text.isdecimal() or _WNID.fullmatch(text) is not None
+
+
+def _class_index(label: str) -> int:
+    """Return the class that a class index or a WordNet id means."""
+    if label.isdecimal():
+        return int(label)
+    wnids = _imagenet_wnids()
+    if label not in wnids:
+        raise ImageError(
+            f"{label} is none of the {len(wnids)} classes of ImageNet-1K; pass the class of every "
+            "folder in a class map (--class-map FILE)"
+        )
+    return wnids[label]

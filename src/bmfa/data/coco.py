@@ -3,98 +3,84 @@
 import json
 import math
 import os
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bmfa.data.images import ImageError, ImageFiles
-from bmfa.data.instances import AnnotationError, Instance, InstanceImage, Tally
-from bmfa.data.masks import MaskError, decode_mask
+from bmfa.data.instances import AnnotationError, Instance, InstanceImage, InstanceSource, Tally
+from bmfa.packages import load_package
 
 MISSING_IMAGE = "missing image"
 UNREADABLE_IMAGE = "unreadable image"
 OTHER_SIZE = "image of another size than annotated"
-UNKNOWN_CATEGORY = "unknown category"
 # Faults that may be gone when the files are read again.
 FILE_FAULTS = (UNREADABLE_IMAGE, OTHER_SIZE)
-_PART_ANNOTATIONS = 128  # annotations in a part, unless the caller says otherwise
+UNKNOWN_CATEGORY = "unknown category"
+DEGENERATE = "degenerate polygon"
+MALFORMED_POLYGON = "malformed polygon"
+MALFORMED_RUNS = "malformed run lengths"
+OUTSIDE = "mask outside the image"
+EMPTY = "empty mask"
+
+# Polygons that reach further than this many image sides are refused: pycocotools allocates memory
+# for every fifth of a pixel along an edge.
+_MAX_SIDES = 16
+
+# What a field of an annotation file may be, in words and as a predicate of its value.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "an integer": lambda value: type(value) is int,
+    "an integer of at least 1": lambda value: type(value) is int and value >= 1,
+    "a string": lambda value: isinstance(value, str),
+    "a string or nothing": lambda value: value is None or isinstance(value, str),
+    "r, c, f or nothing": lambda value: value in (None, "r", "c", "f"),
+    "0, 1 or nothing": lambda value: value in (None, 0, 1),
+    "a number of at least 0 or nothing": lambda value: (
+        value is None or (_is_number(value) and value >= 0)
+    ),
+    "a list of polygons or an object of run lengths": lambda value: isinstance(value, (list, dict)),
+}
+_FIELDS = {
+    "categories": {"id": "an integer", "name": "a string", "frequency": "r, c, f or nothing"},
+    "images": {
+        "id": "an integer",
+        "width": "an integer of at least 1",
+        "height": "an integer of at least 1",
+        "file_name": "a string or nothing",
+        "coco_url": "a string or nothing",
+    },
+    "annotations": {
+        "id": "an integer",
+        "category_id": "an integer",
+        "image_id": "an integer",
+        "segmentation": "a list of polygons or an object of run lengths",
+        "area": "a number of at least 0 or nothing",
+        "iscrowd": "0, 1 or nothing",
+    },
+}
 
 
-class ImageRecord(NamedTuple):
-    """An image as the annotation file describes it; `names` are possible file names, best first."""
-
-    id: int
-    width: int
-    height: int
-    names: tuple[str, ...]
+class MaskError(ValueError):
+    """Raised for an annotation without a usable mask; the message is one of the reasons above."""
 
 
 class _AnnotatedImage(NamedTuple):
-    """An image, its entry in the folder or zip (None if missing), and its annotations."""
+    """An image as annotated, its entry in the folder or zip (None if missing), its annotations."""
 
-    image: ImageRecord
+    id: int
+    name: str
+    shape: tuple[int, int]  # height, width
     entry: str | None
     annotations: list[dict[str, Any]]
 
 
-class InstancePart:
-    """Images with their annotations; a few are small to pickle, and decoded where they are read."""
-
-    def __init__(self, images: ImageFiles, rows: list[_AnnotatedImage]) -> None:
-        self.images, self._rows = images, rows
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self._rows)
-
-    def parts(self, instances: int = _PART_ANNOTATIONS) -> Iterator["InstancePart"]:
-        """Yield consecutive images in parts of at least so many annotations, but for the last."""
-        rows: list[_AnnotatedImage] = []
-        count = 0
-        for row in self._rows:
-            rows.append(row)
-            count += len(row.annotations)
-            if count >= instances:
-                yield InstancePart(self.images, rows)
-                rows, count = [], 0
-        if rows:
-            yield InstancePart(self.images, rows)
-
-    def listing(self) -> list[str]:
-        """Return the id and the file of every image; it changes when a missing file is added."""
-        return [f"{row.image.id}\n{row.entry}" for row in self._rows]
-
-    def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every usable instance, image by image; `tally` counts the others."""
-        tally = Tally() if tally is None else tally
-        for row in self._rows:
-            image = self._read(row, tally) if row.annotations else None
-            if image is not None:
-                yield from _decode_instances(image, row.annotations, tally)
-
-    def _read(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
-        name, instances = row.image.names[0], len(row.annotations)
-        if row.entry is None:
-            tally.fault(MISSING_IMAGE, name, instances)
-            return None
-        try:
-            pixels = self.images.read(row.entry)
-        except ImageError as error:
-            tally.fault(UNREADABLE_IMAGE, str(error), instances)
-            return None
-        annotated = (row.image.height, row.image.width)
-        if pixels.shape[:2] != annotated:
-            # The annotations may ignore the EXIF orientation.
-            pixels = self.images.read(row.entry, upright=False)
-        if pixels.shape[:2] != annotated:
-            tally.fault(OTHER_SIZE, row.entry, instances)
-            return None
-        return InstanceImage(row.image.id, row.entry, pixels)
-
-
-class InstanceFiles(InstancePart):
+class InstanceFiles(InstanceSource):
     """The instances of an annotation file, with images from a folder or a zip.
 
     Args:
@@ -107,158 +93,208 @@ class InstanceFiles(InstancePart):
     """
 
     def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str]) -> None:
-        self.annotations = AnnotationFile(annotations)
-        files, listed = ImageFiles(images), self.annotations.images
-        of_image = dict(self.annotations.of_image)
-        rows = [
-            _AnnotatedImage(image, files.find(image.names), of_image.pop(image.id, []))
-            for image in listed
-        ]
-        if not any(row.entry for row in rows):
-            sought = "; ".join(" or ".join(image.names) for image in listed[:2])
-            shown = f", such as {', '.join(files.entries[:3])}" if files.entries else ""
+        self.annotations, self.images = Path(annotations), ImageFiles(images)
+        content = read_annotations(self.annotations)
+        self._categories = {category["id"]: category for category in content["categories"]}
+        of_image: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for annotation in content["annotations"]:
+            of_image[annotation["image_id"]].append(annotation)
+        self._rows, listed = [], content["images"]
+        for image in listed:
+            names, shape = _file_names(image), (image["height"], image["width"])
+            annotated = of_image.pop(image["id"], [])
+            entry = self.images.find(names)
+            self._rows.append(_AnnotatedImage(image["id"], names[0], shape, entry, annotated))
+        if not any(row.entry for row in self._rows):
+            sought = "; ".join(" or ".join(_file_names(image)) for image in listed[:2])
+            entries = self.images.entries
+            shown = f", such as {', '.join(entries[:3])}" if entries else ""
             raise ImageError(
-                f"{files.path} holds none of the {len(listed)} images of {self.annotations.path}: "
+                f"{self.images.path} holds none of the {len(listed)} images of {self.annotations}: "
                 f"looked for {sought or 'nothing, the file lists no image'}; found "
-                f"{len(files.entries)} images{shown}; pass the folder or zip that holds them"
+                f"{len(entries)} images{shown}; pass the folder or zip that holds them"
             )
         for identity, annotated in of_image.items():
-            unlisted = ImageRecord(identity, 0, 0, (f"image {identity}, not among images",))
-            rows.append(_AnnotatedImage(unlisted, None, annotated))
-        super().__init__(files, rows)
+            name = f"image {identity}, not among images"
+            self._rows.append(_AnnotatedImage(identity, name, (0, 0), None, annotated))
 
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._rows)
 
-def _decode_instances(
-    image: InstanceImage, annotations: list[dict[str, Any]], tally: Tally
-) -> Iterator[Instance]:
-    height, width = image.pixels.shape[:2]
-    for annotation in annotations:
-        identity, category = annotation["id"], annotation["category"]
-        name = f"annotation {identity} of {image.name}"
-        if category is None:
-            tally.fault(UNKNOWN_CATEGORY, name)
-            continue
+    def read(self, index: int, tally: Tally) -> Iterator[Instance]:
+        """Yield every usable instance of an image; `tally` counts the others."""
+        row = self._rows[index]
+        image = self._read_image(row, tally) if row.annotations else None
+        if image is None:
+            return
+        for annotation in row.annotations:
+            identity = annotation["id"]
+            try:
+                category = self._categories.get(annotation["category_id"])
+                if category is None:
+                    raise MaskError(UNKNOWN_CATEGORY)
+                mask = decode_mask(annotation["segmentation"], *image.pixels.shape[:2])
+            except MaskError as error:
+                tally.fault(str(error), f"annotation {identity} of {image.name}")
+                continue
+            area, crowd = annotation.get("area"), bool(annotation.get("iscrowd"))
+            area = float(mask.sum() if area is None else area)
+            frequency = category.get("frequency")
+            yield Instance(image, identity, category["name"], frequency, area, crowd, mask)
+
+    def _read_image(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
+        instances = len(row.annotations)
+        if row.entry is None:
+            tally.fault(MISSING_IMAGE, row.name, instances)
+            return None
         try:
-            mask = decode_mask(annotation["segmentation"], height, width)
-        except MaskError as error:
-            tally.fault(str(error), name)
-            continue
-        area, crowd = float(annotation.get("area", mask.sum())), bool(annotation.get("iscrowd"))
-        frequency = category.get("frequency")
-        yield Instance(image, identity, category["name"], frequency, area, crowd, mask)
+            pixels = self.images.read(row.entry)
+            if pixels.shape[:2] != row.shape:
+                # The annotations may ignore the EXIF orientation.
+                pixels = self.images.read(row.entry, upright=False)
+        except ImageError as error:
+            tally.fault(UNREADABLE_IMAGE, str(error), instances)
+            return None
+        if pixels.shape[:2] != row.shape:
+            tally.fault(OTHER_SIZE, row.entry, instances)
+            return None
+        return InstanceImage(row.id, row.entry, pixels)
 
 
-class AnnotationFile:
-    """A COCO or LVIS (v0.5, v1) instances file, parsed and checked.
+def read_annotations(path: Path) -> Any:
+    """Read and check a COCO or LVIS (v0.5, v1) instances file.
 
-    Args:
-        path: the JSON file.
+    Returns:
+        The content: lists of categories, images and annotations, whose fields are checked.
 
     Raises:
         AnnotationError: the file cannot be read, or an entry is wrong; the message says which.
-
-    Attributes:
-        images: the images in the order of the file.
-        of_image: the annotations by the id of their image, each with its category or None.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        content = _read_json(self.path)
-        for section, fields in _FIELDS.items():
-            _check_section(self.path, content, section, fields)
-        self.images = tuple(map(_image, content["images"]))
-        twice = [one for one, count in Counter(one.id for one in self.images).items() if count > 1]
-        if twice:
-            raise AnnotationError(
-                f"{self.path}: several images have the id {twice[0]}; give each image its own id"
-            )
-        categories = {category["id"]: category for category in content["categories"]}
-        self.of_image: dict[int, list[dict[str, Any]]] = {}
-        for annotation in content["annotations"]:
-            annotation["category"] = categories.get(annotation["category_id"])
-            self.of_image.setdefault(annotation["image_id"], []).append(annotation)
-
-
-class _Field(NamedTuple):
-    """What a field of an annotation file accepts, in words and as a predicate of its value."""
-
-    accepted: str
-    valid: Callable[[Any], bool]
-    default: Any = None
-
-
-def _at_least(low: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) in (int, float) and low <= value < math.inf
-
-
-_INTEGER = _Field("an integer", lambda value: type(value) is int)
-_SIDE = _Field("an integer of at least 1", lambda value: type(value) is int and value >= 1)
-_TEXT = _Field("a string", lambda value: isinstance(value, str))
-_OPTIONAL_TEXT = _TEXT._replace(default="")
-_MASK = _Field(
-    "a list of polygons or an object of run lengths", lambda value: isinstance(value, (list, dict))
-)
-_FIELDS: dict[str, dict[str, _Field]] = {
-    "categories": {
-        "id": _INTEGER,
-        "name": _TEXT,
-        "frequency": _Field("r, c, f or nothing", lambda value: value in (None, "r", "c", "f")),
-    },
-    "images": {
-        "id": _INTEGER,
-        "width": _SIDE,
-        "height": _SIDE,
-        "file_name": _OPTIONAL_TEXT,
-        "coco_url": _OPTIONAL_TEXT,
-    },
-    "annotations": {
-        "id": _INTEGER,
-        "category_id": _INTEGER,
-        "image_id": _INTEGER,
-        "segmentation": _MASK,
-        "area": _Field("a number of at least 0", _at_least(0), 0),
-        "iscrowd": _Field("0 or 1", lambda value: value in (0, 1), 0),
-    },
-}
-
-
-def _check_section(path: Path, content: Any, section: str, fields: dict[str, _Field]) -> None:
-    """Raise AnnotationError for the first entry of a section that is not as the format says."""
-    entries = content.get(section) if isinstance(content, dict) else None
-    if not isinstance(entries, list):
-        raise AnnotationError(
-            f"{path} has no list {section}; pass a COCO or LVIS instances file, which has images, "
-            "annotations and categories"
-        )
-    for index, entry in enumerate(entries):
-        for name, field in fields.items():
-            value = entry.get(name, field.default) if isinstance(entry, dict) else None
-            if not field.valid(value):
-                raise AnnotationError(
-                    f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO or "
-                    f"LVIS instances file has {field.accepted} there"
-                )
-
-
-def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise AnnotationError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise AnnotationError(
             f"{path} is not JSON, or was cut off: {error}; pass the annotation file itself, unpacked"
         ) from error
+    for section, fields in _FIELDS.items():
+        entries = content.get(section) if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise AnnotationError(
+                f"{path} has no list {section}; pass a COCO or LVIS instances file, which has images, "
+                "annotations and categories"
+            )
+        for index, entry in enumerate(entries):
+            for name, kind in fields.items():
+                value = entry.get(name) if isinstance(entry, dict) else None
+                if not _KINDS[kind](value):
+                    raise AnnotationError(
+                        f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO "
+                        f"or LVIS instances file has {kind} there"
+                    )
+    images = Counter(image["id"] for image in content["images"])
+    twice = next((identity for identity, count in images.items() if count > 1), None)
+    if twice is not None:
+        raise AnnotationError(
+            f"{path}: several images have the id {twice}; give each image its own id"
+        )
+    return content
 
 
-def _image(image: dict[str, Any]) -> ImageRecord:
+def _file_names(image: dict[str, Any]) -> list[str]:
+    """Return the possible names of the file of an image, best first."""
     names = []
-    if "file_name" in image:
+    if image.get("file_name"):
         names.append(image["file_name"].removeprefix("./"))
-    if "coco_url" in image:
+    if image.get("coco_url"):
         # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
         names.append("/".join(urlsplit(image["coco_url"]).path.split("/")[-2:]))
     # LVIS v0.5 has the file names of COCO 2014; since 2017 a file is named by its id.
-    names.append(f"{image['id']:012d}.jpg")
-    return ImageRecord(image["id"], image["width"], image["height"], tuple(dict.fromkeys(names)))
+    return list(dict.fromkeys([*names, f"{image['id']:012d}.jpg"]))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
+    """Decode a COCO segmentation.
+
+    Args:
+        segmentation: list of polygons, or run lengths {"size", "counts"} as list or string.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+
+    Returns:
+        (height, width) bool with at least one True.
+
+    Raises:
+        MaskError: the segmentation is malformed, empty or outside the image.
+    """
+    if isinstance(segmentation, list):
+        mask, empty = _fill_polygons(segmentation, height, width), DEGENERATE
+    else:
+        mask, empty = _expand_runs(segmentation, height, width), EMPTY
+    if not mask.any():
+        raise MaskError(empty)
+    return mask
+
+
+def _fill_polygons(polygons: list[Any], height: int, width: int) -> NDArray[np.bool_]:
+    """Return the union of polygons; pycocotools would end the process at some that are refused here."""
+    for polygon in polygons:
+        even = isinstance(polygon, list) and len(polygon) % 2 == 0
+        if not even or not all(map(_is_number, polygon)):
+            raise MaskError(MALFORMED_POLYGON)
+    # Fewer than three points enclose nothing, and pycocotools reads four numbers as a box.
+    polygons = [polygon for polygon in polygons if len(polygon) >= 6]
+    if not polygons:
+        raise MaskError(DEGENERATE)
+    x = [number for polygon in polygons for number in polygon[::2]]
+    y = [number for polygon in polygons for number in polygon[1::2]]
+    apart = min(x) >= width or max(x) <= 0 or min(y) >= height or max(y) <= 0
+    if apart or max(map(abs, x + y)) > _MAX_SIDES * max(height, width):
+        raise MaskError(OUTSIDE)
+    coco = load_package("pycocotools.mask")
+    with warnings.catch_warnings():
+        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mask = coco.decode(coco.merge(coco.frPyObjects(polygons, height, width)))
+    return np.asarray(mask).view(bool)
+
+
+def _expand_runs(segmentation: dict[str, Any], height: int, width: int) -> NDArray[np.bool_]:
+    """Return the mask of run lengths that fill the image; pycocotools also accepts shorter ones."""
+    if segmentation.get("size") != [height, width]:
+        raise MaskError(OUTSIDE)
+    counts = segmentation.get("counts")
+    lengths = counts if isinstance(counts, list) else _decompress(counts)
+    valid = all(type(length) is int and length >= 0 for length in lengths)
+    if not valid or sum(lengths) != height * width:
+        raise MaskError(MALFORMED_RUNS)
+    inside = np.arange(len(lengths)) % 2 == 1
+    return np.repeat(inside, lengths).reshape(width, height).T
+
+
+def _decompress(text: Any) -> list[int]:
+    """Return run lengths from COCO's string.
+
+    A character has 5 bits and a continuation bit; from the fourth run on, a number is the
+    difference to the run before the last.
+    """
+    if not isinstance(text, str) or not all("0" <= character < "p" for character in text):
+        raise MaskError(MALFORMED_RUNS)
+    lengths: list[int] = []
+    value = shift = 0
+    for code in (ord(character) - 48 for character in text):
+        value |= (code & 31) << shift
+        shift += 5
+        if not code & 32:
+            value -= (code & 16) << (shift - 4)
+            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+            value = shift = 0
+    if shift:
+        raise MaskError(MALFORMED_RUNS)
+    return lengths

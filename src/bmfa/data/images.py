@@ -6,7 +6,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,9 +23,6 @@ SUFFIXES = (
 )
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _ACCEPTED = "JPEG, PNG, WEBP or BMP"
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
-# Just below 2^28 / 3 pixels (256 MiB of RGB), above which Pillow warns of decompression bombs.
-MAX_PIXELS = 89_000_000
 MAX_FILE_BYTES = 256 * 2**20  # compressed, and unpacked from a zip
 
 
@@ -40,7 +37,7 @@ class ImagesLostError(OSError):
 class ImageFiles:
     """The images of a folder, with its subfolders, or of a zip.
 
-    It pickles without its listing. A zip is opened once in every process that reads it.
+    A zip is opened once in every process that reads it.
 
     Args:
         path: folder or zip.
@@ -59,13 +56,17 @@ class ImageFiles:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The listing can be large, and reading an entry does not need it.
-        return {"path": self.path, "is_folder": self.is_folder, "_open_zip": None}
+        return {**vars(self), "_open_zip": None}
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
         """Paths of all images relative to the folder or zip, sorted."""
-        names = _folder_names(self.path) if self.is_folder else self._zip().namelist()
+        try:
+            names = _folder_names(self.path) if self.is_folder else self._zip().namelist()
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ImageError(
+                f"{self.path} is neither a folder nor a readable zip: {error}"
+            ) from error
         return tuple(sorted(name for name in names if _is_image(name)))
 
     @cached_property
@@ -106,9 +107,8 @@ class ImageFiles:
 
     def _matching(self, name: str) -> list[str]:
         same_base = self._by_base_name.get(PurePosixPath(name).name, [])
-        same_path = [entry for entry in same_base if entry == name]
         same_end = [entry for entry in same_base if entry.endswith("/" + name)]
-        return same_path or same_end or same_base
+        return [name] if name in same_base else same_end or same_base
 
     def read(self, entry: str, *, upright: bool = True) -> NDArray[np.uint8]:
         """Read one image.
@@ -130,27 +130,23 @@ class ImageFiles:
         try:
             if self.is_folder:
                 file = self.path / entry
-                _check_bytes(entry, file.stat().st_size)
-                return file.read_bytes()
-            archive = self._zip()
-            _check_bytes(entry, archive.getinfo(entry).file_size)
-            return archive.read(entry)
-        except ImageError:
-            self._check_present(entry)
-            raise
+                size, read = file.stat().st_size, file.read_bytes
+            else:
+                archive = self._zip()
+                size, read = archive.getinfo(entry).file_size, partial(archive.read, entry)
+            if size <= MAX_FILE_BYTES:
+                return read()
         except (OSError, KeyError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             self._check_present(entry)
             raise ImageError(f"{entry} in {self.path} cannot be read: {error}") from error
+        raise ImageError(
+            f"{entry} is refused: it unpacks to {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
+        )
 
     def _zip(self) -> zipfile.ZipFile:
         """Return the open zip; after a fork it is opened again, as processes share file positions."""
         if self._open_zip is None or self._open_zip[0] != os.getpid():
-            try:
-                self._open_zip = os.getpid(), zipfile.ZipFile(self.path)
-            except (OSError, zipfile.BadZipFile) as error:
-                raise ImageError(
-                    f"{self.path} is neither a folder nor a readable zip: {error}"
-                ) from error
+            self._open_zip = os.getpid(), zipfile.ZipFile(self.path)
         return self._open_zip[1]
 
     def _check_present(self, entry: str) -> None:
@@ -161,23 +157,15 @@ class ImageFiles:
         file = self.path / entry
         folders = (self.path, file.parent, Path(os.path.realpath(file)).parent)
         for path in folders if self.is_folder else (self.path,):
-            reason = _lost_reason(path)
+            try:
+                reason = None if path.is_file() or any(path.iterdir()) else "is empty now"
+            except OSError as error:
+                reason = f"cannot be opened any more ({error.strerror})"
             if reason is not None:
                 raise ImagesLostError(
                     f"{path} {reason}, so {entry} cannot be read; bring the images back and run "
                     "the same command again"
                 )
-
-
-def _lost_reason(path: Path) -> str | None:
-    """Return the reason why a folder or zip is no longer readable, or None if it is."""
-    try:
-        if path.is_file():
-            return None
-        with os.scandir(path) as found:
-            return None if any(found) else "is empty now"
-    except OSError as error:
-        return f"cannot be opened any more ({error.strerror})"
 
 
 def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.uint8]:
@@ -194,18 +182,17 @@ def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.
     Raises:
         ImageError: the data are of another format, damaged, or too large.
     """
-    image_module = load_package("PIL.Image")
+    pillow = load_package("PIL.Image")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = image_module.open(io.BytesIO(data), formats=_FORMATS)
-            _check_header(name, image.mode, *image.size)
+        with warnings.catch_warnings(action="ignore"):
+            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            image = pillow.open(io.BytesIO(data), formats=_FORMATS)
+            if image.mode.startswith("I"):
+                raise ValueError(f"it has Pillow mode {image.mode}; convert it to 8 bits a channel")
             image = turn_upright(image) if upright else image
             # Pillow would drop the transparency of a palette with a warning.
             image = image.convert("RGBA") if "transparency" in image.info else image
             return np.array(image.convert("RGB"))
-    except ImageError:
-        raise
     except load_package("PIL").UnidentifiedImageError:
         raise ImageError(
             f"{name} cannot be decoded: it is not {_ACCEPTED}, or damaged; convert it to one of them"
@@ -222,23 +209,6 @@ def turn_upright(image: Any) -> Any:
         return load_package("PIL.ImageOps").exif_transpose(image)
     except Exception:  # Pillow raises any exception on damaged EXIF data
         return image
-
-
-def _check_header(name: str, mode: str, width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise ImageError(
-            f"{name} is refused as a decompression bomb: its header claims {width} x {height} pixels, "
-            f"the limit is {MAX_PIXELS:,}; make it smaller first"
-        )
-    if mode not in _MODES:
-        raise ImageError(f"{name} has Pillow mode {mode}; convert it to 8 bits a channel first")
-
-
-def _check_bytes(entry: str, size: int) -> None:
-    if size > MAX_FILE_BYTES:
-        raise ImageError(
-            f"{entry} is refused: it unpacks to {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
-        )
 
 
 def _is_image(name: str) -> bool:

@@ -1,10 +1,11 @@
 """Instances of annotated images, and the count of those that were skipped."""
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,13 @@ class Instance:
     crowd: bool
     mask: NDArray[np.bool_]
 
+    @classmethod
+    def from_mask(
+        cls, image: InstanceImage, annotation_id: int, category: str, mask: NDArray[np.bool_]
+    ) -> "Instance":
+        """Return an object that was drawn."""
+        return cls(image, annotation_id, category, None, float(mask.sum()), False, mask)
+
     @property
     def size(self) -> str:
         """Size group: small, medium or large."""
@@ -103,14 +111,12 @@ class Tally:
 
     def lines(self) -> list[str]:
         """Return a line for each reason: the number of instances, and the names of the first."""
-        counted = [*self.faults.items(), *self.left_out.items()]
-        return [
-            f"{reason}: {count} ({self._first_names(reason, count)})" for reason, count in counted
-        ]
-
-    def _first_names(self, reason: str, count: int) -> str:
-        names = self.names[reason]
-        return ", ".join(names) + (", ..." if count > len(names) else "")
+        lines = []
+        for reason, count in [*self.faults.items(), *self.left_out.items()]:
+            names = self.names[reason]
+            more = ", ..." if count > len(names) else ""
+            lines.append(f"{reason}: {count} ({', '.join(names)}{more})")
+        return lines
 
     def _count(self, counts: Counter[str], reason: str, names: list[str], instances: int) -> None:
         counts[reason] += instances
@@ -118,17 +124,15 @@ class Tally:
         listed.extend(names[: _MAX_NAMES - len(listed)])
 
 
-class InstanceSource(Protocol):
-    """A source of annotated images: files, or images that are drawn."""
+class InstanceSource(Sized):
+    """Annotated images by index: those of files, or images that are drawn."""
 
-    def __len__(self) -> int:
-        """Return the number of images."""
-        ...
+    @abstractmethod
+    def read(self, index: int, tally: Tally) -> Iterator[Instance]:
+        """Yield every usable instance of an image; `tally` counts the others."""
 
-    def parts(self, instances: int) -> Iterator["InstanceSource"]:
-        """Yield the images in order as small picklable sources of about so many instances."""
-        ...
-
-    def instances(self, tally: Tally) -> Iterator[Instance]:
+    def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
         """Yield every usable instance, image by image; `tally` counts the others."""
-        ...
+        tally = Tally() if tally is None else tally
+        for index in range(len(self)):
+            yield from self.read(index, tally)

@@ -7,11 +7,13 @@ mask crosses are the minority, and the edges of the image determine how high eac
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.nn.functional import max_pool2d
 
 from bmfa.checks import check_integer
 from bmfa.data.instances import Instance, InstanceSource, Tally
@@ -32,7 +34,7 @@ MINORITY_EDGE = 2.2  # its increase per unit of edge
 MAJORITY_EDGE = 0.35  # score of other cells per unit of edge
 MASK_ONLY_SCORE = 4.25  # score of minority cells in the mask-only mode; others have 0
 
-PART_INSTANCES = 128  # instances in a part, the unit of work of a process
+PART_IMAGES = 16  # images in a part, the unit of work of a process
 
 
 def multiples(size: int, step: int) -> str:
@@ -124,7 +126,7 @@ class ProbeBlock:
 
 
 Progress = Callable[[int, int], None]  # images done, of how many
-Result = tuple[int, ProbeBlock | None, Tally]  # images of a part, its probes, what was not used
+Result = tuple[ProbeBlock | None, Tally]  # the probes of a part, and what was not used
 
 
 def probe_blocks(
@@ -163,70 +165,51 @@ def probe_blocks(
     if limit is not None:
         check_integer("limit", limit, low=1)
     tally = Tally() if tally is None else tally
-    parts = source.parts(PART_INSTANCES)
-    results = probe_parts(parts, settings or ProbeSettings(), tally.strict, workers)
-    return _collect_blocks(results, len(source), limit, tally, progress)
-
-
-def _collect_blocks(
-    results: Iterator[Result],
-    total: int,
-    limit: int | None,
-    tally: Tally,
-    progress: Progress | None,
-) -> Iterator[ProbeBlock]:
-    done = found = 0
-    for images, block, skipped in results:
-        done += images
+    parts, done, found = split_images(source, PART_IMAGES), 0, 0
+    results = probe_parts(source, parts, settings or ProbeSettings(), tally.strict, workers)
+    for part, (block, skipped) in zip(parts, results, strict=True):
+        done += len(part)
         tally.merge(skipped)
         if progress is not None:
-            progress(min(done, total), total)
+            progress(done, len(source))
         if block is None:
             continue
-        block = block if limit is None else block[: limit - found]
+        block = block[: None if limit is None else limit - found]
         found += len(block)
         yield block
         if found == limit:
             return
 
 
+def split_images(source: InstanceSource, images: int) -> list[range]:
+    """Return the indices of the images of a source, in parts of `images` consecutive ones."""
+    indices = range(len(source))
+    return [indices[first : first + images] for first in indices[::images]]
+
+
 def probe_parts(
-    parts: Iterable[InstanceSource], settings: ProbeSettings, strict: bool, workers: int
+    source: InstanceSource,
+    parts: Sequence[range],
+    settings: ProbeSettings,
+    strict: bool,
+    workers: int,
 ) -> Iterator[Result]:
-    """Yield the result of every part, in order."""
-    if workers == 1:
-        yield from (_probe_part(part, settings, strict) for part in parts)
-        return
-    dataset = _ProbeParts(list(parts), settings, strict)
-    yield from iterate(make_loader(dataset, workers, batch_size=None, collate_fn=_as_it_is))
+    """Yield the result of every part, in order; 1 worker computes in this process."""
+    compute = partial(_probe_part, source, settings, strict)
+    processes = 0 if workers == 1 else workers
+    # The loader collates in the workers, so that the dataset is the parts themselves.
+    yield from iterate(make_loader(parts, processes, batch_size=None, collate_fn=compute))
 
 
-class _ProbeParts(Dataset[Any]):
-    """The result of every part, or the error that it raised."""
-
-    def __init__(
-        self, parts: Sequence[InstanceSource], settings: ProbeSettings, strict: bool
-    ) -> None:
-        self.parts, self.settings, self.strict = parts, settings, strict
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: int) -> Result | Exception:
-        try:
-            return _probe_part(self.parts[index], self.settings, self.strict)
-        except (ValueError, OSError) as error:
-            return error
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
-
-
-def _probe_part(part: InstanceSource, settings: ProbeSettings, strict: bool) -> Result:
+def _probe_part(
+    source: InstanceSource, settings: ProbeSettings, strict: bool, indices: range
+) -> Result | Exception:
     tally = Tally(strict)
-    block = probe_block(part.instances(tally), settings, tally)
-    return len(part), block, tally
+    instances = (one for index in indices for one in source.read(index, tally))
+    try:
+        return probe_block(instances, settings, tally), tally
+    except (ValueError, OSError) as error:
+        return error
 
 
 def probe_block(
@@ -244,29 +227,24 @@ def probe_block(
         found.append((*cells, *known))
     if not found:
         return None
-    gradient, minority, box, image_id, annotation_id, area, *names = zip(*found, strict=True)
-    return ProbeBlock(
-        relative_edge(np.stack(gradient)),
-        np.stack(minority),
-        np.array(box, dtype=np.int64),
-        np.array(image_id, dtype=np.int64),
-        np.array(annotation_id, dtype=np.int64),
-        np.array(area, dtype=np.float64),
-        *names,
-    )
+    gradient, *columns = zip(*found, strict=True)
+    arrays: list[Any] = [np.array(column) for column in columns[:5]]
+    return ProbeBlock(relative_edge(np.stack(gradient)), *arrays, *columns[5:])
 
 
 def _compute_cells(
     instance: Instance, settings: ProbeSettings
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Box] | None:
     """Return gradient and minority of the cells and the crop; None without a contour in the crop."""
-    box = crop_box(instance.mask)
-    mask = resize_mask(instance.mask, box, settings.image_size)
-    minority = _sum_cells(contour_band(mask), settings.grid) > 0
+    image, size = load_package("PIL.Image"), (settings.image_size, settings.image_size)
+    box, filters = crop_box(instance.mask), image.Resampling
+    mask = image.fromarray(instance.mask.view(np.uint8)).crop(box).resize(size, filters.NEAREST)
+    minority = _sum_cells(contour_band(np.array(mask, dtype=bool)), settings.grid) > 0
     if not minority.any():
         return None
-    grey = resize_grey(instance.image.grey, box, settings.image_size)
-    return _sum_cells(gradient_magnitude(grey), settings.grid), minority, box
+    # With `box=` of resize the filter would read pixels outside the crop.
+    grey = instance.image.grey.crop(box).resize(size, filters.BILINEAR)
+    return _sum_cells(gradient_magnitude(np.asarray(grey)), settings.grid), minority, box
 
 
 def crop_box(mask: NDArray[np.bool_]) -> Box:
@@ -275,49 +253,24 @@ def crop_box(mask: NDArray[np.bool_]) -> Box:
     It is a square around the pixels of the mask, 1.5 times as long as their longer side, extended
     to whole pixels and clipped to the image.
     """
-    (top, bottom), (left, right) = _extent(mask, 1), _extent(mask, 0)
+    image = load_package("PIL.Image").fromarray(mask.view(np.uint8))
+    left, top, right, bottom = image.getbbox()
     half = CROP_FACTOR * max(bottom - top, right - left) / 2
     middle_x, middle_y = (left + right) / 2, (top + bottom) / 2
-    height, width = mask.shape
     return (
         max(0, math.floor(middle_x - half)),
         max(0, math.floor(middle_y - half)),
-        min(width, math.ceil(middle_x + half)),
-        min(height, math.ceil(middle_y + half)),
+        min(image.width, math.ceil(middle_x + half)),
+        min(image.height, math.ceil(middle_y + half)),
     )
-
-
-def _extent(mask: NDArray[np.bool_], axis: int) -> tuple[int, int]:
-    line = np.asarray(mask.any(axis))
-    return int(line.argmax()), len(line) - int(line[::-1].argmax())
-
-
-def resize_mask(mask: NDArray[np.bool_], box: Box, size: int) -> NDArray[np.bool_]:
-    """Crop a mask and resize it to (size, size) by the nearest pixel."""
-    image = load_package("PIL.Image")
-    left, top, right, bottom = box
-    crop = image.fromarray(np.ascontiguousarray(mask[top:bottom, left:right]).view(np.uint8))
-    return np.asarray(crop.resize((size, size), image.Resampling.NEAREST)).view(bool)
-
-
-def resize_grey(grey: Any, box: Box, size: int) -> NDArray[np.uint8]:
-    """Crop a grey Pillow image and resize it to (size, size) by Pillow's antialiased bilinear filter."""
-    # With `box=` of resize the filter would read pixels outside the crop.
-    crop = grey.crop(box).resize((size, size), load_package("PIL.Image").Resampling.BILINEAR)
-    return np.asarray(crop)
 
 
 def contour_band(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return the inner contour of a mask, dilated by 3x3; the border of the crop is not a contour."""
-    inner = mask & ~_combine_3x3(mask, outside=True, combine=np.logical_and)
-    return _combine_3x3(inner, outside=False, combine=np.logical_or)
-
-
-def _combine_3x3(mask: NDArray[np.bool_], *, outside: bool, combine: np.ufunc) -> NDArray[np.bool_]:
-    padded = np.pad(mask, 1, constant_values=outside)
-    rows = combine(combine(padded[:-2], padded[1:-1]), padded[2:])
-    result: NDArray[np.bool_] = combine(combine(rows[:, :-2], rows[:, 1:-1]), rows[:, 2:])
-    return result
+    inside = torch.from_numpy(mask)[None].float()
+    eroded = -max_pool2d(-inside, 3, stride=1, padding=1)
+    band = max_pool2d(inside - eroded, 3, stride=1, padding=1)[0]
+    return band.bool().numpy()
 
 
 def gradient_magnitude(grey: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -4,22 +4,18 @@ Batches of images for models are read in `bmfa/evidence/runner/batches.py`, prob
 """
 
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
-
-PREFETCH = 2  # results that each worker computes ahead
+from torch.utils.data import DataLoader
 
 
-def make_loader(dataset: Dataset[Any], workers: int, **options: Any) -> DataLoader[Any]:
+def make_loader(dataset: Any, workers: int, **options: Any) -> DataLoader[Any]:
     """Return a DataLoader with any number of workers; 0 computes in this process."""
-    if workers:
-        options = {"prefetch_factor": PREFETCH, **options}
-    else:
+    if not workers:
         options.pop("persistent_workers", None)
-    with _without_advice():
+    # More workers than cores are the caller's choice.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         return DataLoader(dataset, num_workers=workers, **options)
 
 
@@ -31,7 +27,7 @@ def iterate(loader: DataLoader[Any]) -> Generator[Any, None, None]:
             raise them, because DataLoader would put a traceback into the message.
         RuntimeError: If a worker process died.
     """
-    with _without_advice():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         results = iter(loader)
     try:
         for result in results:
@@ -48,11 +44,3 @@ def iterate(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     finally:
         # Ends the workers now; the garbage collector would wait seconds for each of them.
         del results
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence the warning about more workers than cores, which are the caller's choice."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        yield

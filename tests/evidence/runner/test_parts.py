@@ -99,7 +99,7 @@ def test_a_run_that_ends_after_any_batch_continues_to_the_same_rows(
 def test_a_probe_continues_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "PART_INSTANCES", 32)
+    monkeypatch.setattr(probes, "PART_IMAGES", 4)
     expected, file = probe(), tmp_path / "parts.json"
 
     def end(done: int, total: int) -> None:
@@ -308,7 +308,7 @@ def test_links_into_a_disk_that_vanishes_stop_the_run_too(
 def test_a_probe_stops_where_its_images_vanish_and_tries_unreadable_ones_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(probes, "PART_INSTANCES", 8)
+    monkeypatch.setattr(probes, "PART_IMAGES", 1)
     annotations, images = write_coco(tmp_path, images=8), tmp_path / "images"
     file = tmp_path / "parts.json"
 

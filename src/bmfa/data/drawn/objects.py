@@ -1,35 +1,26 @@
 """Drawn images of the four objects that the paper shows: a kite, a person, a book and a spoon."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.data.drawn.raster import Array, to_pixels
 from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Shape, Stroke, arc, dot, polyline, stroke_distance
+from bmfa.data.drawn.shapes import Shape, Stroke, circle, dot, polygon, polyline
 from bmfa.data.drawn.textures import background, colour, luma_at
-from bmfa.data.instances import Instance, InstanceImage, Tally
+from bmfa.data.instances import Instance, InstanceImage, InstanceSource, Tally
 
 OBJECT_IMAGE_SIZE = 256  # pixels along a side
 _STREAM = 4  # third part of the random key; other drawn sets have smaller ones
 
-
-class _Part(NamedTuple):
-    """One colour of an object: filled polygons (n, 2) and strokes, in units of its radius.
-
-    `shade` is added to the luma of the object.
-    """
-
-    polygons: Sequence[Array] = ()
-    strokes: Sequence[Stroke] = ()
-    shade: float = 0.0
+# One colour of an object: what is added to the luma of the object, and strokes in units of its radius.
+Part = tuple[float, list[Stroke]]
 
 
-def _kite(rng: UniformGenerator) -> list[_Part]:
+def _kite(rng: UniformGenerator) -> list[Part]:
     """Make a sail of four corners with two spars, and a tail with bows."""
     width = rng.number(0.3, 0.42)
     top, bottom, left, right = (0.0, -0.95), (0.0, 0.15), (-width, -0.55), (width, -0.55)
@@ -41,8 +32,8 @@ def _kite(rng: UniformGenerator) -> list[_Part]:
     bows = [_bow(tail[index], tail[index + 1] - tail[index - 1]) for index in (5, 10)]
     spars = [np.array([top, bottom]), np.array([left, right])]
     return [
-        _Part([sail, *bows], [Stroke(polyline(tail), 0.035)]),
-        _Part(strokes=[Stroke(polyline(spar), 0.025) for spar in spars], shade=-60.0),
+        (0.0, [polyline(tail, 0.035), *map(polygon, [sail, *bows])]),
+        (-60.0, [polyline(spar, 0.025) for spar in spars]),
     ]
 
 
@@ -54,7 +45,7 @@ def _bow(centre: Array, direction: Array) -> Array:
     return np.array([centre + a * across + b * unit for a, b in corners])
 
 
-def _person(rng: UniformGenerator) -> list[_Part]:
+def _person(rng: UniformGenerator) -> list[Part]:
     """Make a standing figure: head, trunk, two arms and two legs."""
     stride, swing = rng.number(0.04, 0.13), rng.number(-0.12, 0.12)
     hip, neck = np.array([0.0, 0.12]), np.array([0.0, -0.5])
@@ -63,52 +54,35 @@ def _person(rng: UniformGenerator) -> list[_Part]:
     arms = [np.array([neck, (side * 0.17, -0.2), (side * 0.15 + swing, 0.08)]) for side in (-1, 1)]
     trunk = np.array([neck, hip])
     return [
-        _Part(strokes=[Stroke(polyline(leg), 0.13) for leg in legs], shade=-25.0),
-        _Part(
-            strokes=[
-                Stroke(polyline(trunk), 0.26),
-                *(Stroke(polyline(arm), 0.095) for arm in arms),
-            ]
-        ),
-        _Part(strokes=[Stroke(dot(head), 0.29)], shade=18.0),
+        (-25.0, [polyline(leg, 0.13) for leg in legs]),
+        (0.0, [polyline(trunk, 0.26), *(polyline(arm, 0.095) for arm in arms)]),
+        (18.0, [dot(head, 0.29)]),
     ]
 
 
-def _book(rng: UniformGenerator) -> list[_Part]:
+def _book(rng: UniformGenerator) -> list[Part]:
     """Make the spine of a standing book, with two bands across it."""
     half = rng.number(0.13, 0.22)
     cover = np.array([(-half, -0.95), (half, -0.95), (half, 0.95), (-half, 0.95)])
     bands = [np.array([(-half * 0.96, y), (half * 0.96, y)]) for y in (-0.62, 0.6)]
-    return [
-        _Part([cover]),
-        _Part(strokes=[Stroke(polyline(band), 0.035) for band in bands], shade=45.0),
-    ]
+    return [(0.0, [polygon(cover)]), (45.0, [polyline(band, 0.035) for band in bands])]
 
 
-def _spoon(rng: UniformGenerator) -> list[_Part]:
+def _spoon(rng: UniformGenerator) -> list[Part]:
     """Make an oval bowl on a tapered handle, with a highlight in the bowl."""
     width = rng.number(0.17, 0.23)
-    bowl = arc(28) * (width, 0.32) + (0.0, -0.63)
+    bowl = circle(28) * (width, 0.32) + (0.0, -0.63)
     handle = np.array([(-0.045, -0.35), (0.045, -0.35), (0.075, 0.92), (-0.075, 0.92)])
     shine = np.array([(-width * 0.45, -0.78), (-width * 0.5, -0.55)])
-    return [
-        _Part([bowl, handle]),
-        _Part(strokes=[Stroke(polyline(shine), 0.04)], shade=25.0),
-    ]
+    return [(0.0, [polygon(bowl), polygon(handle)]), (25.0, [polyline(shine, 0.04)])]
 
 
-class _Kind(NamedTuple):
-    """How an object is made, and the largest rotation to either side in full turns."""
-
-    make: Callable[[UniformGenerator], list[_Part]]
-    turn: float
-
-
-_KINDS: dict[str, _Kind] = {
-    "kite": _Kind(_kite, 0.14),
-    "person": _Kind(_person, 0.02),
-    "book": _Kind(_book, 0.08),
-    "spoon": _Kind(_spoon, 0.12),
+# How each object is made, and its largest rotation to either side in full turns.
+_KINDS: dict[str, tuple[Callable[[UniformGenerator], list[Part]], float]] = {
+    "kite": (_kite, 0.14),
+    "person": (_person, 0.02),
+    "book": (_book, 0.08),
+    "spoon": (_spoon, 0.12),
 }
 OBJECT_CATEGORIES = tuple(_KINDS)  # in the order of the paper's figure
 
@@ -144,7 +118,7 @@ def draw_object(category: str, seed: int, index: int) -> Instance:
     mask = _paint(rng, canvas, category, centre, radius)
     identity = number * 100_000 + index
     image = InstanceImage(identity, f"{category}-{index}.png", to_pixels(canvas))
-    return Instance(image, identity, category, None, float(mask.sum()), False, mask)
+    return Instance.from_mask(image, identity, category, mask)
 
 
 def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
@@ -172,7 +146,7 @@ def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
         placed[category] = _paint(rng, canvas, category, centre, 0.17 * size)
     image = InstanceImage(index, f"kite-flyer-{index}.png", to_pixels(canvas))
     kite, person = (
-        Instance(image, 2 * index + number, category, None, float(mask.sum()), False, mask)
+        Instance.from_mask(image, 2 * index + number, category, mask)
         for number, (category, mask) in enumerate(placed.items())
     )
     return kite, person
@@ -182,57 +156,28 @@ def _paint(
     rng: UniformGenerator, canvas: Array, category: str, centre: Array, radius: float
 ) -> NDArray[np.bool_]:
     """Paint an object on a canvas (3, side, side), in place; return its mask (side, side)."""
-    kind, side = _KINDS[category], canvas.shape[1]
-    parts, turn = kind.make(rng), kind.turn * rng.number(-1.0)
+    (make, largest_turn), side = _KINDS[category], canvas.shape[1]
+    parts, turn = make(rng), largest_turn * rng.number(-1.0)
     luma = float(luma_at(canvas, centre[None])[0])
     luma += rng.number(75.0, 95.0) * (1 if luma < 128.0 else -1)
     tint = colour(rng, 0.0, 40.0)
     mask = np.zeros((side, side), dtype=bool)
-    for part in parts:
-        shape = _shape(part, centre, radius, turn, side)
-        shape.paint(canvas, luma + part.shade + tint)
+    steps = np.arange(side, dtype=float)
+    for shade, strokes in parts:
+        placed = [stroke.placed(centre, radius, turn) for stroke in strokes]
+        shape = Shape.from_strokes(placed, steps, steps)
+        shape.paint(canvas, luma + shade + tint)
         mask |= shape.mask(side, side)
     return mask
 
 
-def _shape(part: _Part, centre: Array, radius: float, turn: float, size: int) -> Shape:
-    """Return the union of the polygons and strokes of a part, placed on a canvas of `size`."""
-    strokes = [stroke.placed(centre, radius, turn) for stroke in part.strokes]
-    # The outline of a polygon as a stroke without width, so that both are placed alike.
-    outlines = [
-        Stroke(polyline(np.concatenate([polygon, polygon[:1]])), 0.0).placed(centre, radius, turn)
-        for polygon in part.polygons
-    ]
-    steps = np.arange(size)
-    shape = Shape.from_strokes([*strokes, *outlines], steps, steps)
-    x, y = steps[shape.columns], steps[shape.rows]
-    for outline in outlines:
-        inside = _inside(x, y, outline.segments)
-        distance = stroke_distance(x, y, outline.segments)
-        np.minimum(shape.distance, np.where(inside, -distance, distance), out=shape.distance)
-    return shape
-
-
-def _inside(x: Array, y: Array, segments: Array) -> Array:
-    """Return (h, w) bool, True where a ray to the right crosses an odd number of segments."""
-    crossings = np.zeros((len(y), len(x)), dtype=bool)
-    for (x0, y0), (x1, y1) in segments:
-        between = (y0 > y) != (y1 > y)  # (h,)
-        rise = y1 - y0 if y1 != y0 else 1.0
-        at = x0 + (y - y0) * (x1 - x0) / rise
-        crossings ^= between[:, None] & (x[None] < at[:, None])
-    return crossings
-
-
 @dataclass(frozen=True)
-class EmbeddedObjects:
+class EmbeddedObjects(InstanceSource):
     """Images of the paper's four objects as a source of instances, drawn when they are read.
 
     Args:
-        poses: number of images of each category.
+        poses: number of images of each category; the category of image i is i modulo 4.
         seed: seed of the set.
-        start: index of the first image; the category of image i is i modulo 4.
-        stop: index after the last image; None for all.
 
     Example:
         >>> from bmfa.data import EmbeddedObjects
@@ -242,23 +187,11 @@ class EmbeddedObjects:
 
     poses: int = 32
     seed: int = 0
-    start: int = 0
-    stop: int | None = None
 
     def __len__(self) -> int:
-        return self._end - self.start
+        return self.poses * len(OBJECT_CATEGORIES)
 
-    @property
-    def _end(self) -> int:
-        return self.poses * len(OBJECT_CATEGORIES) if self.stop is None else self.stop
-
-    def parts(self, instances: int = 128) -> Iterator["EmbeddedObjects"]:
-        """Yield the images in order as sources of so many instances."""
-        for first in range(self.start, self._end, instances):
-            yield EmbeddedObjects(self.poses, self.seed, first, min(first + instances, self._end))
-
-    def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every instance, one in each image; all are usable."""
-        for number in range(self.start, self._end):
-            index, category = divmod(number, len(OBJECT_CATEGORIES))
-            yield draw_object(OBJECT_CATEGORIES[category], self.seed, index)
+    def read(self, index: int, tally: Tally) -> Iterator[Instance]:
+        """Yield every instance of an image; all are usable."""
+        pose, category = divmod(index, len(OBJECT_CATEGORIES))
+        yield draw_object(OBJECT_CATEGORIES[category], self.seed, pose)

@@ -1,4 +1,4 @@
-"""Shapes made of strokes: signed distances, masks and painting."""
+"""Shapes made of strokes and polygons: signed distances, masks and painting."""
 
 import math
 from collections.abc import Sequence
@@ -11,22 +11,40 @@ from bmfa.data.drawn.raster import Array, blend, coverage, direction, segment_di
 
 
 class Stroke(NamedTuple):
-    """Segments (count, 2 ends, 2 coordinates x and y), drawn with a round pen of a width."""
+    """Segments (count, 2 ends, 2 coordinates x and y), drawn with a round pen of a width.
+
+    If the stroke is filled, its segments are the outline of a polygon.
+    """
 
     segments: Array
     width: float
+    filled: bool = False
 
     def placed(self, centre: Array, scale: float, turn: float) -> "Stroke":
         """Return the stroke scaled with its width, rotated by `turn` full turns, moved to `centre`."""
         cosine, sine = direction(turn)
         rotated = self.segments @ np.array([[cosine, sine], [-sine, cosine]])
-        return Stroke(scale * rotated + centre, scale * self.width)
+        return Stroke(scale * rotated + centre, scale * self.width, self.filled)
 
     def distance(self, x: Array, y: Array) -> Array:
         """Return the signed distance (h, w) of pixels in columns x (w,) and rows y (h,)."""
-        found = stroke_distance(x, y, self.segments)
-        found -= self.width / 2
-        return found
+        segments = self.segments.tolist()
+        distances = [segment_distance(x, y, start, end) for start, end in segments]
+        nearest: Array = np.minimum.reduce(distances)
+        if self.filled:
+            nearest[_inside(x, y, segments)] *= -1.0
+        return nearest - self.width / 2
+
+
+def _inside(x: Array, y: Array, segments: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.bool_]:
+    """Return (h, w) bool, True where a ray to the right crosses an odd number of segments."""
+    crossings = np.zeros((len(y), len(x)), dtype=bool)
+    for (x0, y0), (x1, y1) in segments:
+        between = (y0 > y) != (y1 > y)  # (h,)
+        rise = y1 - y0 if y1 != y0 else 1.0
+        at = x0 + (y - y0) * (x1 - x0) / rise
+        crossings ^= between[:, None] & (x[None] < at[:, None])
+    return crossings
 
 
 def reach(strokes: Sequence[Stroke]) -> float:
@@ -34,19 +52,24 @@ def reach(strokes: Sequence[Stroke]) -> float:
     return max(float(np.hypot(*s.segments.T).max()) + s.width / 2 for s in strokes)
 
 
-def polyline(points: Array) -> Array:
-    """Return the segments between consecutive points, (count, 2, 2)."""
-    return np.stack([points[:-1], points[1:]], axis=1)
+def polyline(points: Array, width: float) -> Stroke:
+    """Return a stroke through points (count, 2)."""
+    return Stroke(np.stack([points[:-1], points[1:]], axis=1), width)
 
 
-def dot(point: Array) -> Array:
-    """Return a point as one segment without length, (1, 2, 2)."""
-    return np.stack([point, point])[None]
+def dot(point: Array, width: float) -> Stroke:
+    """Return a disc around a point."""
+    return polyline(np.stack([point, point]), width)
 
 
-def arc(pieces: int, turns: float = 1.0) -> Array:
+def polygon(points: Array) -> Stroke:
+    """Return a filled polygon with corners (count, 2)."""
+    return Stroke(np.stack([points, np.roll(points, -1, axis=0)], axis=1), 0.0, filled=True)
+
+
+def circle(pieces: int) -> Array:
     """Return points at equal angles on the unit circle, (pieces + 1, 2)."""
-    angles = 2 * math.pi * turns * np.arange(pieces + 1) / pieces
+    angles = 2 * math.pi * np.arange(pieces + 1) / pieces
     return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
@@ -89,11 +112,3 @@ class Shape(NamedTuple):
 def _clip(low: float, high: float, size: int) -> slice:
     first = min(max(0, math.floor(low)), size)
     return slice(first, max(first, min(size, math.ceil(high) + 1)))
-
-
-def stroke_distance(x: Array, y: Array, segments: Array) -> Array:
-    """Return the distance (h, w) of pixels to the nearest of some segments (count, 2, 2)."""
-    nearest = np.full((len(y), len(x)), np.inf, np.result_type(x, np.float32))
-    for start, end in segments.tolist():
-        np.minimum(nearest, segment_distance(x, y, start, end), out=nearest)
-    return nearest

@@ -12,22 +12,20 @@ def colours(rng: UniformGenerator, luma: Array, tint: float) -> Array:
     Their channels differ from the luma by up to about `tint`.
     """
     channels = rng.array(len(luma), 3, low=-tint, high=tint)
-    mixed: Array = luma[:, None] + channels - (channels @ LUMA)[:, None]
-    return mixed[..., None, None]
+    return np.asarray(luma[:, None] + channels - (channels @ LUMA)[:, None])[..., None, None]
 
 
 def colour(rng: UniformGenerator, luma: float, tint: float) -> Array:
     """Return one colour, (3, 1, 1)."""
-    single: Array = colours(rng, np.array([luma]), tint)[0]
-    return single
+    return colours(rng, np.array([luma]), tint).reshape(3, 1, 1)
 
 
 def luma_at(canvas: Array, centres: Array) -> Array:
     """Return the luma of a canvas (3, height, width) around points (count, 2), mean over 5x5 pixels."""
     height, width = canvas.shape[1:]
     steps = np.arange(-2, 3)
-    columns = np.clip(centres[:, :1].astype(int) + steps, 0, width - 1)
-    rows = np.clip(centres[:, 1:].astype(int) + steps, 0, height - 1)
+    columns = (centres[:, :1].astype(int) + steps).clip(0, width - 1)
+    rows = (centres[:, 1:].astype(int) + steps).clip(0, height - 1)
     means: Array = canvas[:, rows[:, :, None], columns[:, None, :]].mean((2, 3))
     return LUMA @ means
 
@@ -52,16 +50,14 @@ def texture(rng: UniformGenerator, height: int, width: int) -> Array:
     coarse = _noise(rng, height, width, 23.0)
     if rng.number() < 0.5:
         fine = _noise(rng, height, width, 9.0)
-        return 0.6 * coarse + 0.5 * fine + 0.3 * _noise(rng, height, width, 4.0)
+        octaves: Array = 0.6 * coarse + 0.5 * fine + 0.3 * _noise(rng, height, width, 4.0)
+        return octaves
     (dx, dy), period = direction(rng.number(high=0.5)), rng.number(5.0, 14.0)
-    phase = plane(np.arange(width), np.arange(height), dx / period, dy / period)
-    phase += 0.5 * coarse
+    x, y = np.arange(width, dtype=float), np.arange(height, dtype=float)
+    phase = plane(x, y, dx / period, dy / period) + 0.5 * coarse
     # A wave of period 1 between -1 and 1, made of parabolas, which cost less than a sine.
     phase -= np.floor(phase) + 0.5
-    phase *= 8.0 - 16.0 * np.abs(phase)
-    phase *= 0.6
-    phase += 0.4 * coarse
-    return phase
+    return phase * (8.0 - 16.0 * np.abs(phase)) * 0.6 + 0.4 * coarse
 
 
 def background(rng: UniformGenerator, height: int, width: int, strength: float = 1.0) -> Array:
@@ -70,18 +66,13 @@ def background(rng: UniformGenerator, height: int, width: int, strength: float =
     canvas = _region(rng, height, width, luma, strength)
     for _ in range(rng.integer(1, 2)):
         other = _region(rng, height, width, luma + rng.number(-45.0, 45.0), strength)
-        other -= canvas
-        other *= coverage(_wavy_line_distance(rng, height, width), -1.0)
-        canvas += other
-    canvas += rng.array(height, width, low=-7.0, high=7.0)
-    return canvas
+        canvas += (other - canvas) * coverage(_wavy_line_distance(rng, height, width), -1.0)
+    return canvas + rng.array(height, width, low=-7.0, high=7.0)
 
 
 def _region(rng: UniformGenerator, height: int, width: int, luma: float, strength: float) -> Array:
     amplitude = strength * colour(rng, rng.number(8.0, 22.0), 9.0)
-    region = texture(rng, height, width) * amplitude
-    region += colour(rng, luma, 26.0)
-    return region
+    return texture(rng, height, width) * amplitude + colour(rng, luma, 26.0)
 
 
 def _wavy_line_distance(rng: UniformGenerator, height: int, width: int) -> Array:

@@ -55,8 +55,8 @@ def crop_uri(source: InstanceSource, probes: ProbeBlock, index: int, max_bytes: 
 
 def read_image(source: InstanceSource, identity: int) -> InstanceImage:
     """Return an image of a source by its id; raise LookupError if no instance is in it."""
-    for part in source.parts(1):
-        first = next(part.instances(Tally()), None)
+    for index in range(len(source)):
+        first = next(source.read(index, Tally()), None)
         if first is not None and first.image.id == identity:
             return first.image
     raise LookupError(f"no instance is in image {identity}")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -80,8 +79,8 @@ def describe_source(source: InstanceSource, tally: Tally) -> dict[str, Any]:
     if isinstance(source, InstanceFiles):
         origin |= {
             # File names alone: a record is passed on, and holds no folder of this machine.
-            "annotations": Path(source.annotations.path).name,
-            "images": Path(source.images.path).name,
+            "annotations": source.annotations.name,
+            "images": source.images.path.name,
         }
     elif isinstance(source, EmbeddedScenes):
         origin |= asdict(source)

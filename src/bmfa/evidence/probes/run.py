@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from bmfa.checks import check_integer
 from bmfa.data import InstanceFiles, ProbeBlock, ProbeSettings, Tally
 from bmfa.data.coco import FILE_FAULTS, MISSING_IMAGE
 from bmfa.data.instances import SIZES, InstanceSource
-from bmfa.data.probes import PART_INSTANCES, Mode, probe_parts
+from bmfa.data.probes import PART_IMAGES, Mode, probe_parts, split_images
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.probes import measure
 from bmfa.evidence.runner import Progress
@@ -83,12 +82,13 @@ def run(
     names = check_probe(dataset, mode, methods, settings, seed)
     check_integer("workers", workers, low=1)
     limit = None if limit is None else check_integer("limit", limit, low=1)
-    parts = list(source.parts(PART_INSTANCES))
+    parts = split_images(source, PART_IMAGES)
 
     def compute(numbers: Sequence[int]) -> Iterator[Part]:
         mine = [parts[number] for number in numbers]
-        with closing(probe_parts(mine, settings, strict, workers)) as found:  # type: ignore[type-var]
-            yield from (_pack(block, mode, tally) for _, block, tally in found)
+        results = probe_parts(source, mine, settings, strict, workers)
+        with closing(results) as found:  # type: ignore[type-var]
+            yield from (_pack(block, mode, tally) for block, tally in found)
 
     def identity() -> dict[str, Any]:
         measured = {"mode": mode, **asdict(settings), "strict": strict}
@@ -182,7 +182,7 @@ def _unpack_scores(text: str, grid: Grid) -> Tensor:
 def _origin(source: InstanceSource) -> dict[str, Any]:
     """Return what identifies a source."""
     if isinstance(source, InstanceFiles):
-        annotations = Path(source.annotations.path).read_bytes()
+        annotations = source.annotations.read_bytes()
         return {"annotations": hashlib.sha256(annotations).hexdigest()[:16]}
     return {"source": repr(source)}
 

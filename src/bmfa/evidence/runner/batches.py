@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer
-from bmfa.data.classification import LabelledImage, LabelledImages, SkippedImages
+from bmfa.data.classification import LabelledImage, LabelledImages
 from bmfa.data.images import ImageError, ImagesLostError
 from bmfa.data.workers import iterate, make_loader
 from bmfa.evidence.runner.parts import cores_per_process
 from bmfa.models import Preprocessing
 
 MAX_WORKERS = 16
+MAX_REASONS = 5  # why images could not be read, in a record
 # Images in memory, or a source that reads them by index.
 Images = Iterable[LabelledImage]
 
@@ -129,11 +130,9 @@ def _collate(items: Sequence[tuple[int, Tensor | Exception, int | None]]) -> Bat
 
 def image_settings(batches: ImageBatches, skipped: Sequence[str]) -> dict[str, Any]:
     """Return what a record says of its images: how classes were found, and which were not read."""
-    found, counted = getattr(batches.images, "label_source", None), SkippedImages()
-    for reason in skipped:
-        counted.add(reason)
+    found = getattr(batches.images, "label_source", None)
     labels = {} if found is None else {"labels": found}
-    return {**labels, "skipped": counted.count, "skipped_names": counted.reasons}
+    return {**labels, "skipped": len(skipped), "skipped_names": list(skipped[:MAX_REASONS])}
 
 
 def no_images_error(skipped: Sequence[str]) -> ValueError:
