@@ -19,7 +19,7 @@ from bmfa.models import Preprocessing
 MAX_WORKERS = 16
 MAX_REASONS = 5  # why images could not be read, in a record
 # Images in memory, or a source that reads them by index.
-Images = Iterable[LabelledImage]
+Images = Iterable[LabelledImage] | LabelledImages
 
 
 class Batch(NamedTuple):
