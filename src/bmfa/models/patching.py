@@ -108,7 +108,12 @@ def patch(
         True
     """
     rule = None if rule is None else as_rule(rule)
-    options: dict[str, Any] = {"rule": rule, "error": error, "leaves": leaves, "max_depth": max_depth}
+    options: dict[str, Any] = {
+        "rule": rule,
+        "error": error,
+        "leaves": leaves,
+        "max_depth": max_depth,
+    }
     options |= {"allow_dense": allow_dense, "backend": backend}
     if attention is None and (grid is not None or prefix or suffix):
         raise ValueError(
