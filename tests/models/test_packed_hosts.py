@@ -246,6 +246,7 @@ def test_refusals() -> None:
     model = patch(make_packed("naflex"), layers="all", **COARSE)
     coordinates = torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]
     patches = {"patches": torch.zeros(1, 16, 48), "patch_coord": coordinates}
+    patches["patch_valid"] = torch.ones(1, 16, dtype=torch.bool)
     with pytest.raises(ValueError, match="images with patch_coord= are not supported"):
         model(patches)
 
