@@ -49,10 +49,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     source = load_package("timm").create_model("deit_tiny_patch16_224", depth=1)
     name = "timm:deit_tiny_patch16_224"
     short = save_safetensors(source, tmp_path / "short.safetensors")
-    with pytest.raises(ValueError, match=r"missing, first blocks\.1\.norm1\.weight; none unexp"):
+    with pytest.raises(ValueError, match=r'Missing.*"blocks\.1\.norm1\.weight", .*\.\.\.; pass'):
         load_model(name, short)
     torch.save({"head.weight": torch.ones(2)}, tmp_path / "head.pt")
-    with pytest.raises(ValueError, match="missing, first cls_token"):
+    with pytest.raises(
+        ValueError, match=r'Missing.*"cls_token", .*; size mismatch for head.weight'
+    ):
         load_model(name, tmp_path / "head.pt")
     torch.save(source, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="refused"):
