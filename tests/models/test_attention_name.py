@@ -44,10 +44,10 @@ def run(model: nn.Module, height: int = LARGE, width: int = LARGE, **options: An
 
 def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The grid and prefix of every call in which tiles are expected to be faster."""
-    from bmfa.models import transformers_attention as transformers
+    from bmfa.models import screened_layer
 
     calls: list[Any] = []
-    original = transformers.screened_attention
+    original = screened_layer.screened_attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -55,7 +55,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             calls.append((kwargs["grid"], kwargs["prefix"]))
         return result
 
-    monkeypatch.setattr(transformers, "screened_attention", spy)
+    monkeypatch.setattr(screened_layer, "screened_attention", spy)
     return calls
 
 
