@@ -251,10 +251,6 @@ class ReducedBlock(Replacement):
             thread.running_state = before
         return self.reduction.end_block(state, x)
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks that follow the forward passes."""
-        self.reduction.passes.remove()
-
     def _run_branches(
         self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
