@@ -224,13 +224,6 @@ def test_exported_models_of_both_sizes() -> None:
         torch.testing.assert_close(program(pixels), model(pixels))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_trace_of_a_dense_model_is_refused() -> None:
-    model = patch(make_model("vit"), **TILES)
-    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(model, pixels_of(SMALL))
-
-
 def gradients(model: nn.Module, forward: Any) -> list[Tensor]:
     """Of a dense pass and a tiled one, both before one backward pass."""
     model.zero_grad()
