@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -32,7 +32,10 @@ HOSTS = ("vit", "hf-dinov2")
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "patch": lambda model: patch(model, rule=COARSE, layers="all"),
     "reduce": lambda model: reduce(model, "tome:4"),
+    "tiles": lambda model: patch(model, leaves=0.05, layers="all"),
 }
+# Pixels of images that a changed model is shown in turn: "tiles" runs the small ones dense.
+SIZES = {"patch": (WIDE, TALL), "reduce": (WIDE, TALL), "tiles": ((32, 32), (256, 256))}
 
 
 def logits(model: nn.Module, pixels: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ def logits(model: nn.Module, pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize("host", HOSTS)
 def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -> None:
     model = CHANGES[change](make_model(host))
-    shown = {size: images(*size) for size in (WIDE, TALL, (32, 32))}
+    shown = {size: images(*size) for size in {*SIZES[change], (32, 32)}}
     with torch.no_grad():
         alone = {size: logits(model, pixels) for size, pixels in shown.items()}
 
@@ -56,12 +59,11 @@ def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -
     assert all(in_threads([partial(serve, size) for size in shown]))
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Of two forward passes with grids of one size and other shapes, before one backward pass."""
+def gradients(model: nn.Module, change: str) -> list[Tensor]:
+    """Of two forward passes with different grids, before one backward pass."""
     model.zero_grad()
-    first = logits(model, images(*WIDE)).square().sum()
-    second = logits(model, images(*TALL, seed=2)).square().sum()
-    (first + second).backward()
+    first, second = (logits(model, images(*size)).square().sum() for size in SIZES[change])
+    (first + 1e-2 * second).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -94,10 +96,10 @@ class Checkpointed(nn.Module):
         return self.run(pixels)
 
 
-def check_gradients(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def check_gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], change: str) -> None:
     """They are those of the model without checkpointing."""
-    expected = gradients(model)
-    for mine, theirs in zip(gradients(Checkpointed(model, forward)), expected, strict=True):
+    found, expected = gradients(Checkpointed(model, forward), change), gradients(model, change)
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -109,13 +111,13 @@ def test_gradient_checkpointing_recomputes_with_the_grid_of_its_own_pass(
 ) -> None:
     model = CHANGES[change](make_vit())
     for every in (1, 2):
-        check_gradients(model, checkpointed(model, every, reentrant))
+        check_gradients(model, checkpointed(model, every, reentrant), change)
     inner = checkpointed(model, 1, reentrant)
     whole = partial(checkpoint, inner, use_reentrant=reentrant)  # blocks inside of the model
-    check_gradients(model, lambda pixels: whole(pixels.requires_grad_()))
+    check_gradients(model, lambda pixels: whole(pixels.requires_grad_()), change)
     if change == "reduce":  # a hook reads the tokens between blocks
         model.blocks[0].register_forward_hook(lambda m, i, o: None)
-        check_gradients(model, checkpointed(model, 1, reentrant))
+        check_gradients(model, checkpointed(model, 1, reentrant), change)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -124,12 +126,12 @@ def test_the_checkpointing_of_the_hosts_recomputes_with_the_grid_of_its_own_pass
     host: str, change: str
 ) -> None:
     model = CHANGES[change](make_model(host)).train()
-    expected = gradients(model)
+    expected = gradients(model, change)
     if host == "vit":
         model.set_grad_checkpointing()
     else:
         model.gradient_checkpointing_enable()
-    for mine, theirs in zip(gradients(model), expected, strict=True):
+    for mine, theirs in zip(gradients(model, change), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -143,7 +145,7 @@ def test_checkpointing_inside_a_block_is_refused() -> None:
 
         block.forward = forward
     with pytest.raises(RuntimeError, match="apply gradient checkpointing to whole blocks"):
-        gradients(model)
+        gradients(model, "patch")
 
 
 def test_no_state_outlives_its_tokens() -> None:
@@ -156,28 +158,32 @@ def test_no_state_outlives_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_forward_of_the_instance_runs_and_survives(change: str) -> None:
-    model = make_vit()
-    pixels, calls = images(*WIDE), []
+def test_a_forward_of_the_instance_and_hooks_run_and_survive(change: str) -> None:
+    model, calls = make_vit(), []
+    shown = [images(*size) for size in SIZES[change]]
     layer = model.blocks[1].attn
     before = type(layer).forward.__get__(layer)
 
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(1)
+        calls.append("wrapper")
         return 2 * before(*args, **kwargs)
 
     expected = CHANGES[change](copy.deepcopy(model))
+    layer.forward = wrapper
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.proj.register_forward_hook(lambda *_: calls.append("projection"))
     with torch.no_grad():
         expected.blocks[1].attn.proj.weight.mul_(2), expected.blocks[1].attn.proj.bias.mul_(2)
-        layer.forward = wrapper
-        full = logits(model, pixels)
+        full = [logits(model, pixels) for pixels in shown]
         CHANGES[change](model)
-        calls.clear()
-        torch.testing.assert_close(logits(model, pixels), logits(expected, pixels))
-        assert calls == [1]
+        for pixels in shown:
+            calls.clear()
+            torch.testing.assert_close(logits(model, pixels), logits(expected, pixels))
+            assert calls == ["before", "wrapper", "projection"]
         unpatch(model)
         assert layer.__dict__["forward"] is wrapper
-        assert torch.equal(logits(model, pixels), full)
+        for pixels, output in zip(shown, full, strict=True):
+            assert torch.equal(logits(model, pixels), output)
 
 
 def test_reducing_a_block_with_a_forward_of_its_own_is_refused() -> None:
@@ -389,14 +395,12 @@ def tokens_of(model: nn.Module, pixels: Tensor) -> Tensor:
     return model.norm_pre(model._pos_embed(model.patch_embed(pixels)))
 
 
-@pytest.mark.parametrize("other", [TALL, (32, 32)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_interleaved_and_nested_passes_keep_their_grids(
-    change: str, other: tuple[int, int]
-) -> None:
+@torch.no_grad()
+def test_interleaved_and_nested_passes_keep_their_grids(change: str) -> None:
     model = CHANGES[change](make_vit())
-    shown = {"first": images(*WIDE), "second": images(*other, seed=2)}
-    with torch.no_grad():
+    for first, second in permutations((*SIZES[change], (48, 48)), 2):
+        shown = {"first": images(*first), "second": images(*second, seed=2)}
         alone = {name: model.blocks(tokens_of(model, x)) for name, x in shown.items()}
         # In turns, block by block.
         now = {}
@@ -406,9 +410,12 @@ def test_interleaved_and_nested_passes_keep_their_grids(
             now = {name: block(x) for name, x in now.items()}
         for name in shown:
             assert torch.equal(now[name], alone[name])
-        # One inside a block of the other, before its attention and behind its end.
-        whole = logits(model, shown["first"])
-        for module in (model.blocks[1].norm1, model.blocks[1].mlp):
+        # One inside a block of the other, between two of its blocks, or before the first.
+        whole, block = logits(model, shown["first"]), model.blocks[1]
+        modules = [model.blocks[0], block, block.norm1, block.mlp]
+        if first != second[::-1]:  # ambiguous, see below
+            modules.append(model.patch_embed.proj)
+        for module in modules:
             entered: list[bool] = []
 
             def run_another(*_: object, entered: list[bool] = entered) -> None:
