@@ -1,6 +1,7 @@
 """Token reduction inside a model: its blocks, its attention, and the state of a forward pass."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -99,11 +100,9 @@ class TokenReduction:
         size = _ones(state.keys) if state.size is None else state.size
         place = (state.layer, self.depth, state.grid, self.passes.prefix)
         layer_state = LayerState(*place, x, size, state.keys, state.mass, self.backend)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            # Half types do not resolve the differences between costs, so autocast is off here.
-            with torch.autocast(x.device.type, enabled=False):
-                reduced = self.policy.reduce(layer_state)
-        else:
+        # Half types do not resolve the differences between costs, so autocast is off here.
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
             reduced = self.policy.reduce(layer_state)
         if reduced is None:
             return x
