@@ -110,6 +110,10 @@ def images(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 
+def pixels_of(size: int, images: int = 1) -> Tensor:
+    return torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
 def run(model: nn.Module, pixels: Tensor, **options: Any) -> Tensor:
     """The main output of any host."""
     with torch.no_grad():

@@ -27,6 +27,7 @@ from models.host_models import (
     image_size,
     images,
     make_model,
+    pixels_of,
     run,
     timm_model,
 )
@@ -37,11 +38,6 @@ SMALL, NATIVE_SIZE, LARGE = 32, 72, 256
 TILES = {"leaves": 0.05, "layers": "all"}
 HOSTS = ["vit", "hf-dinov2"]
 needs_native = pytest.mark.skipif(CPU_BACKEND != "native", reason="needs the native kernels")
-
-
-def pixels_of(size: int, images: int = 1, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(images, 3, size, size, generator=generator)
 
 
 def forms(model: nn.Module) -> set[tuple[str, str]]:
