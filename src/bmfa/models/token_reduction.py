@@ -63,8 +63,9 @@ class TokenReduction:
     def begin_block(self, layer: int, x: Tensor) -> tuple[ReductionState, Tensor]:
         """Return the state for a block to work on, and the tokens (B, T, C) that are left."""
         start = self._state_before(layer, x)
-        merged = start.full_grid and start.tokens < self._all_tokens(start)
-        expected = self._all_tokens(start) if merged else start.tokens
+        grid_tokens = self.passes.prefix + start.grid.size
+        merged = start.full_grid and start.tokens < grid_tokens
+        expected = grid_tokens if merged else start.tokens
         if start.layer != layer or x.shape[1] != expected:
             raise RuntimeError(
                 f"block {layer} runs on {x.shape[1]} tokens, but block {start.layer} on {expected} was "
@@ -202,9 +203,6 @@ class TokenReduction:
         """True if there are hooks of blocks beside the two that follow the passes."""
         hooks = (len(b._forward_hooks) + len(b._forward_pre_hooks) for b in self.blocks)
         return self.passes.thread.exposing or max(hooks) > 2
-
-    def _all_tokens(self, state: ReductionState) -> int:
-        return self.passes.prefix + state.grid.size
 
     def _merged_tokens(self, state: ReductionState, x: Tensor) -> Tensor:
         """Undo `unmerge`: return the tokens from which the full grid x was made."""

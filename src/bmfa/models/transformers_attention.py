@@ -143,9 +143,10 @@ def _attend(
     plain = attention_mask is None and dropout == 0.0 and not causal and not weights
     if function is None and plain and query.shape == key.shape:
         function = _guess_layer(module, int(key.shape[2]))
-    chosen = split or bmfa_joined  # by the hook of the module
-    if function is None or (
-        split if chosen else function.runs_host(query.shape, query, plain=plain)
+    if (
+        function is None
+        or split  # by the hook of the module, which joins images that do not run dense
+        or (not bmfa_joined and function.runs_host(query.shape, query, plain=plain))
     ):
         name = config._attn_implementation
         name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
@@ -155,7 +156,7 @@ def _attend(
         )
     if weights:
         refuse_weights()
-    attend = function.attend if bmfa_joined else function  # joined images never run dense
+    attend = function.attend if bmfa_joined else function
     output = attend(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
 
