@@ -11,35 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.attention.kernels.native import library
-from bmfa.models import embedded
 from bmfa.models.replacement import AttentionReplacement, replacement_of
 from bmfa.packages import load_package
+from models.supported_models import EVA as EVA
+from models.supported_models import HF as HF
+from models.supported_models import SUPPORTED, hf_model, timm
+from models.supported_models import VIT as VIT
+from models.supported_models import timm_model as timm_model
 
 # The backend of tiles on a CPU, without gradients.
 CPU_BACKEND = "native" if library.unavailable_reason() is None else "eager"
-VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
-EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
-HF = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 48,
-    "image_size": 32,
-    "patch_size": 4,
-}
-
-
-def timm_model(name: str, **options: Any) -> nn.Module:
-    """A small timm model with random weights."""
-    model: nn.Module = load_package("timm").create_model(name, num_classes=5, **options)
-    return model
-
-
-def hf_model(config: str, model: str, **options: Any) -> nn.Module:
-    """A small transformers model with random weights."""
-    transformers = load_package("transformers")
-    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**HF | options))
-    return made
 
 
 class Dinov2Attention(nn.Module):
@@ -75,77 +56,28 @@ def clip_model(kind: str) -> nn.Module:
     return model
 
 
+def row(name: str) -> tuple[int, Callable[[], nn.Module]]:
+    """The prefix of a supported model, and the function that makes it."""
+    return SUPPORTED[name].prefix, SUPPORTED[name].make
+
+
 TIMM: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "vit": (1, lambda: timm_model("vit_tiny_patch16_224", **VIT, dynamic_img_size=True)),
-    "deit-distilled": (
-        2,
-        lambda: timm_model("deit_tiny_distilled_patch16_224", **VIT, dynamic_img_size=True),
-    ),
-    "registers": (
-        5,
-        lambda: timm_model(
-            "vit_tiny_patch16_224",
-            **VIT,
-            dynamic_img_size=True,
-            reg_tokens=4,
-            qk_norm=True,
-            init_values=0.5,
-        ),
-    ),
-    "no-class-token": (
-        0,
-        lambda: timm_model(
-            "vit_tiny_patch16_224",
-            **VIT,
-            dynamic_img_size=True,
-            class_token=False,
-            global_pool="avg",
-        ),
-    ),
-    "eva": (1, lambda: timm_model("eva02_tiny_patch14_224", **EVA, dynamic_img_size=True)),
-    "dinov3": (5, lambda: timm_model("vit_small_patch16_dinov3", **EVA, dynamic_img_size=True)),
+    "vit": (1, timm("vit_tiny_patch16_224")),
+    "deit-distilled": (2, timm("deit_tiny_distilled_patch16_224")),
+    "registers": row("timm-vit"),
+    "no-class-token": (0, timm("vit_tiny_patch16_224", class_token=False, global_pool="avg")),
+    "eva": row("timm-eva"),
+    "dinov3": row("timm-dinov3"),
 }
-
-
 TRANSFORMERS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "hf-vit": (1, lambda: hf_model("ViTConfig", "ViTForImageClassification")),
-    "hf-deit": (2, lambda: hf_model("DeiTConfig", "DeiTForImageClassification")),
-    "hf-dinov2": (1, lambda: hf_model("Dinov2Config", "Dinov2ForImageClassification")),
-    "hf-nested": (1, nested_model),
-    "hf-registers": (
-        4,
-        lambda: hf_model(
-            "Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", num_register_tokens=3
-        ),
-    ),
-    "hf-dinov3": (
-        3,
-        lambda: hf_model(
-            "DINOv3ViTConfig",
-            "DINOv3ViTModel",
-            num_register_tokens=2,
-            num_attention_heads=2,
-        ),
-    ),
-    "hf-clip": (1, lambda: hf_model("CLIPVisionConfig", "CLIPVisionModel")),
-    "hf-siglip": (0, lambda: hf_model("SiglipVisionConfig", "SiglipVisionModel")),
+    f"hf-{name}": row(name) for name in ("vit", "deit", "dinov2", "dinov3", "clip", "siglip")
 }
-
-
-MODELS = TIMM | TRANSFORMERS | {"embedded": (1, embedded.EmbeddedViT)}
-
-
+TRANSFORMERS |= {"hf-nested": (1, nested_model), "hf-registers": row("dinov2-registers")}
+MODELS = TIMM | TRANSFORMERS | {"embedded": row("embedded")}
 # Arguments with which each host accepts images of another size than it was built for.
-SIZED = {name: {} for name in TIMM} | {
-    "hf-vit": {"interpolate_pos_encoding": True},
-    "hf-deit": {"interpolate_pos_encoding": True},
-    "hf-dinov2": {},
-    "hf-nested": {},
-    "hf-registers": {},
-    "hf-dinov3": {},
-    "hf-clip": {"interpolate_pos_encoding": True},
-    "hf-siglip": {"interpolate_pos_encoding": True},
-}
+SIZED: dict[str, dict[str, Any]] = {name: {} for name in TIMM | TRANSFORMERS}
+for name in ("hf-vit", "hf-deit", "hf-clip", "hf-siglip"):
+    SIZED[name] = {"interpolate_pos_encoding": True}
 
 
 @cache
@@ -176,6 +108,10 @@ def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacem
 
 def images(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def pixels_of(size: int, images: int = 1) -> Tensor:
+    return torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
 def run(model: nn.Module, pixels: Tensor, **options: Any) -> Tensor:

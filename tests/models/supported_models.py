@@ -6,7 +6,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,8 +14,32 @@ from torch import Tensor, nn
 
 from bmfa.models import embedded
 from bmfa.packages import load_package
-from models.host_models import EVA, HF, VIT, timm_model
 from models.packed_models import PACKED
+
+VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
+EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
+HF = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 4,
+}
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A small timm model with random weights."""
+    model: nn.Module = load_package("timm").create_model(name, num_classes=5, **options)
+    return model
+
+
+def hf_model(config: str, model: str, **options: Any) -> nn.Module:
+    """A small transformers model with random weights."""
+    transformers = load_package("transformers")
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**HF | options))
+    return made
+
 
 SIDE = 32  # pixels of the images, in patches of 4x4
 
@@ -30,20 +54,13 @@ def images(seed: int = 1) -> Inputs:
 
 def hf(config: str, model: str, **options: Any) -> Callable[[], nn.Module]:
     """A function that makes a small transformers model."""
-
-    def make() -> nn.Module:
-        transformers = load_package("transformers")
-        built = getattr(transformers, config)(**HF | options)
-        made: nn.Module = getattr(transformers, model)(built)
-        return made
-
-    return make
+    return partial(hf_model, config, model, **options)
 
 
 def timm(name: str, **options: Any) -> Callable[[], nn.Module]:
     """A function that makes a small timm model."""
     sizes = EVA if "eva" in name or "dinov3" in name else VIT
-    return lambda: timm_model(name, **sizes, dynamic_img_size=True, **options)
+    return partial(timm_model, name, **sizes, dynamic_img_size=True, **options)
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class Supported:
     """One row of the table of models."""
 
     library: str
-    model: str  # as the table names it
+    model: str  # as the table names it; "" if another row stands for it
     make: Callable[[], nn.Module]
     prefix: int
     suffix: int = 0
@@ -85,6 +102,15 @@ def packed(
     return Supported(
         library, model, make, prefix, inputs=inputs, tokens=tokens, fullgraph=fullgraph
     )
+
+
+def siglip2_inputs(seed: int = 1) -> Inputs:
+    """Two images of 12x8 and 7x9 patches, in a batch with padding to 100."""
+    sizes = torch.tensor([[12, 8], [7, 9]])
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.randn(2, 100, 3 * 4 * 4, generator=generator)
+    mask = (torch.arange(100) < sizes.prod(-1, keepdim=True)).long()
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": sizes}
 
 
 SUPPORTED: dict[str, Supported] = {
@@ -188,29 +214,18 @@ SUPPORTED: dict[str, Supported] = {
     "sam2": packed(
         "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
     ),
-}  # fmt: skip
-
-
-def siglip2_inputs(seed: int = 1) -> Inputs:
-    """Two images of 12x8 and 7x9 patches, in a batch with padding to 100."""
-    sizes = torch.tensor([[12, 8], [7, 9]])
-    generator = torch.Generator().manual_seed(seed)
-    patches = torch.randn(2, 100, 3 * 4 * 4, generator=generator)
-    mask = (torch.arange(100) < sizes.prod(-1, keepdim=True)).long()
-    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": sizes}
-
-
-SUPPORTED |= {
     "siglip2": Supported(
         "transformers", "SigLIP2 vision", hf("Siglip2VisionConfig", "Siglip2VisionModel"), 0,
         tokens="padding", inputs=siglip2_inputs, fullgraph=False,
     ),
+    "qwen3-vl-moe": packed("qwen3-vl-moe", "transformers", ""),
+    "naflex-rope": packed("naflex-rope", "timm", "", prefix=3, fullgraph=True),
 }  # fmt: skip
 
 
 def table() -> str:
     """The table of the manual."""
-    return "\n".join((HEAD, *(case.row for case in SUPPORTED.values())))
+    return "\n".join((HEAD, *(case.row for case in SUPPORTED.values() if case.model)))
 
 
 @cache

@@ -44,10 +44,10 @@ def run(model: nn.Module, height: int = LARGE, width: int = LARGE, **options: An
 
 def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The grid and prefix of every call in which tiles are expected to be faster."""
-    from bmfa.models import transformers_attention as transformers
+    from bmfa.models import screened_layer
 
     calls: list[Any] = []
-    original = transformers.screened_attention
+    original = screened_layer.screened_attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -55,7 +55,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             calls.append((kwargs["grid"], kwargs["prefix"]))
         return result
 
-    monkeypatch.setattr(transformers, "screened_attention", spy)
+    monkeypatch.setattr(screened_layer, "screened_attention", spy)
     return calls
 
 
@@ -99,34 +99,35 @@ def test_the_grid_of_the_configuration_is_used(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [(bmfa.Grid(48, 64), 1)] * 3
 
 
-def test_text_towers_run_dense() -> None:
+def test_text_towers_and_unknown_models_run_dense() -> None:
     transformers = load_package("transformers")
     text = {k: v for k, v in HF.items() if k not in ("image_size", "patch_size")}
-    text |= {"vocab_size": 50, "max_position_embeddings": 8}
-    config = transformers.CLIPConfig(text_config=text, vision_config=HF)
-    outputs = []
-    for name in ("bmfa", "sdpa"):
-        torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config, attn_implementation=name).eval()
-        pixels = torch.ones(2, 3, SMALL, SMALL)
-        mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-        with torch.no_grad():
-            outputs.append(model(torch.ones(2, 8, dtype=torch.long), pixels, attention_mask=mask))
-    assert torch.equal(outputs[0].text_embeds, outputs[1].text_embeds)
-    assert torch.equal(outputs[0].image_embeds, outputs[1].image_embeds)
-
-
-def test_an_unknown_model_runs_dense() -> None:
-    transformers = load_package("transformers")
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
-    config = transformers.BertConfig(**sizes, intermediate_size=48, vocab_size=50)
-    outputs = []
-    for name in ("bmfa", "sdpa"):
-        torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config, attn_implementation=name).eval()
-        with torch.no_grad():
-            outputs.append(model(torch.arange(12)[None]).last_hidden_state)
-    assert torch.equal(*outputs)
+    text |= {"vocab_size": 50}
+    small = text | {"max_position_embeddings": 8}
+    mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": mask}
+    pixels = {"pixel_values": torch.ones(2, 3, SMALL, SMALL)}
+    for config, shown, names in (
+        (
+            transformers.CLIPConfig(text_config=small, vision_config=HF),
+            inputs | pixels,
+            ("text_embeds", "image_embeds"),
+        ),
+        (transformers.BertConfig(**text), inputs, ("last_hidden_state",)),
+        (
+            transformers.BertConfig(**text),
+            {"input_ids": torch.arange(12)[None]},
+            ("last_hidden_state",),
+        ),
+    ):
+        outputs = []
+        for name in ("bmfa", "sdpa"):
+            torch.manual_seed(0)
+            model = transformers.AutoModel.from_config(config, attn_implementation=name).eval()
+            with torch.no_grad():
+                outputs.append(model(**shown))
+        for name in names:
+            assert torch.equal(*(getattr(output, name) for output in outputs))
 
 
 def test_such_a_model_can_be_patched_and_restored() -> None:

@@ -3,14 +3,12 @@
 import copy
 import itertools
 import pickle
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
@@ -18,7 +16,6 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 import bmfa
 from bmfa.attention.dispatch import LEAST_EXACT_SCORES, LEAST_TOKENS, NATIVE
 from bmfa.models import patch, record, summary, unpatch
-from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe
 from models.host_models import (
     CPU_BACKEND,
@@ -29,8 +26,8 @@ from models.host_models import (
     hf_model,
     image_size,
     images,
-    in_threads,
     make_model,
+    pixels_of,
     run,
     timm_model,
 )
@@ -41,11 +38,6 @@ SMALL, NATIVE_SIZE, LARGE = 32, 72, 256
 TILES = {"leaves": 0.05, "layers": "all"}
 HOSTS = ["vit", "hf-dinov2"]
 needs_native = pytest.mark.skipif(CPU_BACKEND != "native", reason="needs the native kernels")
-
-
-def pixels_of(size: int, images: int = 1, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(images, 3, size, size, generator=generator)
 
 
 def forms(model: nn.Module) -> set[tuple[str, str]]:
@@ -119,45 +111,6 @@ def test_recording_at_both_sizes_says_why() -> None:
     assert not outer.layers
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_a_pass_inside_another(name: str) -> None:
-    """Hooks of the projection and of blocks run the model with an image of the other size."""
-    model = make_model(name)
-    forced = patch(copy.deepcopy(model), allow_dense=False, **TILES)
-    expected = {SMALL: run(model, pixels_of(SMALL)), LARGE: run(forced, pixels_of(LARGE))}
-    patch(model, **TILES)
-    vit = find_vision_transformer(model)
-    for outer, inner in ((LARGE, SMALL), (SMALL, LARGE)):
-        for module in (vit.projection, vit.blocks[0], vit.blocks[1]):
-            found: list[Tensor] = []
-
-            def run_inner(*_: object, found: list[Tensor] = found, size: int = inner) -> None:
-                if not found:
-                    found.append(torch.empty(0))
-                    found.append(run(model, pixels_of(size)))
-
-            handle = module.register_forward_hook(run_inner)
-            assert torch.equal(run(model, pixels_of(outer)), expected[outer])
-            assert torch.equal(found[1], expected[inner])
-            handle.remove()
-
-
-@pytest.mark.parametrize("name", HOSTS)
-def test_threads_with_dense_and_tiled_sizes(name: str) -> None:
-    original = make_model(name)
-    forced = patch(copy.deepcopy(original), allow_dense=False, **TILES)
-    shown = {SMALL: pixels_of(SMALL), LARGE: pixels_of(LARGE)}
-    expected = {SMALL: run(original, shown[SMALL]), LARGE: run(forced, shown[LARGE])}
-    model = patch(copy.deepcopy(original), **TILES)
-    work = [(SMALL, 30), (SMALL, 30), (LARGE, 2), (LARGE, 2)]
-
-    def serve(size: int, times: int) -> bool:
-        outputs = [run(model, shown[size]) for _ in range(times)]
-        return all(torch.equal(output, expected[size]) for output in outputs)
-
-    assert all(in_threads([partial(serve, *one) for one in work]))
-
-
 def test_a_copied_attention_does_not_copy_the_model() -> None:
     model = patch(make_model("vit"), **TILES)
     part = copy.deepcopy(model.blocks[0].attn)
@@ -222,65 +175,6 @@ def test_exported_models_of_both_sizes() -> None:
         example, pixels = pixels_of(size, 2), pixels_of(size, 3)
         program = torch.export.export(model.eval(), (example,), dynamic_shapes=shapes).module()
         torch.testing.assert_close(program(pixels), model(pixels))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_trace_of_a_dense_model_is_refused() -> None:
-    model = patch(make_model("vit"), **TILES)
-    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(model, pixels_of(SMALL))
-
-
-def gradients(model: nn.Module, forward: Any) -> list[Tensor]:
-    """Of a dense pass and a tiled one, both before one backward pass."""
-    model.zero_grad()
-    first = forward(pixels_of(SMALL)).square().sum()
-    second = forward(pixels_of(LARGE)).square().sum()
-    (first + 1e-2 * second).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_recomputes_dense_and_tiled_passes(reentrant: bool) -> None:
-    expected_model = patch(make_model("vit"), **TILES)
-    expected = gradients(expected_model, expected_model)
-    model: Any = patch(make_model("vit"), **TILES)
-
-    def forward(pixels: Tensor) -> Tensor:
-        x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(pixels))))
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        return model.forward_head(model.norm(x))
-
-    for mine, theirs in zip(gradients(model, forward), expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_a_wrapper_and_hooks_of_others_run_at_both_sizes() -> None:
-    model, calls = make_model("vit"), []
-    patch(model, **TILES)
-    layer = model.blocks[1].attn
-    own = layer.forward
-
-    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append("wrapper")
-        return own(*args, **kwargs)
-
-    layer.forward = wrapper
-    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
-    layer.proj.register_forward_hook(lambda *_: calls.append("projection"))
-    forced = patch(make_model("vit"), allow_dense=False, **TILES)
-    for size in (SMALL, LARGE, SMALL, LARGE):
-        calls.clear()
-        output = run(model, pixels_of(size))
-        assert calls == ["before", "wrapper", "projection"]
-        if size == LARGE:
-            assert torch.equal(output, run(forced, pixels_of(size)))
-    unpatch(model)
-    assert vars(layer)["forward"] is wrapper
-    calls.clear()
-    assert torch.equal(run(model, pixels_of(SMALL)), run(make_model("vit"), pixels_of(SMALL)))
-    assert calls == ["before", "wrapper", "projection"]
 
 
 def test_dense_layers_accept_what_the_model_does() -> None:

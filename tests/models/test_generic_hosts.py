@@ -1,14 +1,10 @@
 """Models of unknown classes: named attention modules, grids, refusals, and registered classes."""
 
 import copy
-import importlib
 import pickle
-import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,78 +304,38 @@ def test_copies() -> None:
         assert torch.equal(unpatch(other)(pixels), full)
 
 
-def test_reducing_is_refused() -> None:
+def test_reducing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generic, "_registered", {})
     generic.register_model(UnknownViT, attention="blocks.*.attn", prefix=1, suffix=2)
-    try:
-        with pytest.raises(TypeError, match="cannot be reduced"):
-            bmfa.reduce(make(), "tome:2")
-    finally:
-        generic._registered.clear()
+    with pytest.raises(TypeError, match="cannot be reduced"):
+        bmfa.reduce(make(), "tome:2")
 
 
-PACKAGE = """
-import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-class ToyViT(nn.Module):
-    def __init__(self, registers=3):
-        super().__init__()
-        self.num_registers = registers
-        self.embed = nn.Conv2d(3, 16, 4, 4)
-        self.tokens = nn.Parameter(torch.randn(1, registers, 16))
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-    def forward(self, pixels):
-        x = self.embed(pixels).flatten(2).transpose(1, 2)
-        x = torch.cat((self.tokens.expand(len(x), -1, -1), x), 1)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-class LargerViT(ToyViT):
-    pass
-"""
-
-
-@pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package whose models are not known."""
-    (tmp_path / "toyvit.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("toyvit")
-    sys.modules.pop("toyvit")
-    generic._registered.clear()
+class DerivedViT(UnknownViT):
+    """A model of a subclass of the class that is registered."""
 
 
 @torch.no_grad()
-def test_a_class_of_another_package_is_registered(toy: Any) -> None:
+def test_a_class_is_registered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generic, "_registered", {})
     torch.manual_seed(0)
-    wrapped, pixels = nn.Sequential(nn.Identity(), toy.LargerViT(registers=4)), images(64, 96)
+    wrapped, pixels = nn.Sequential(nn.Identity(), DerivedViT()), images(64, 96)
     with pytest.raises(TypeError, match=r"register_model"):
         patch(wrapped)
-    bmfa.models.register_model(
-        "toyvit.ToyViT", attention="layers.*", grid=grid_of, prefix=lambda vit: vit.num_registers
-    )
+    layout = {"grid": grid_of, "prefix": lambda vit: len(vit.extra) - 2, "suffix": 2}
+    bmfa.models.register_model(f"{__name__}.UnknownViT", attention="blocks.*.attn", **layout)
     host = find_vision_transformer(wrapped)
-    assert host.tower is wrapped[1] and (host.prefix, len(host.attentions)) == (4, 2)
+    assert host.tower is wrapped[1] and (host.prefix, len(host.attentions)) == (1, 3)
     full = wrapped(pixels)
     assert difference(patch(wrapped, **EXACT)(pixels), full) < 5e-6
     assert difference(patch(wrapped, **COARSE)(pixels), full) > 1e-4
     assert torch.equal(unpatch(wrapped)(pixels), full)
 
 
-def test_a_registration_is_checked(toy: Any) -> None:
-    for kind in ("ToyViT", 3, int):
+def test_a_registration_is_checked() -> None:
+    for kind in ("UnknownViT", 3, int):
         with pytest.raises(TypeError, match="model_class is"):
             bmfa.models.register_model(kind, attention="layers.*")
     with pytest.raises(TypeError, match="attention is"):
-        bmfa.models.register_model(toy.ToyViT, attention=())
+        bmfa.models.register_model(UnknownViT, attention=())
     assert not generic._registered

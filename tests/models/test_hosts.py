@@ -140,6 +140,8 @@ def test_unfused_attention_is_replaced_too() -> None:
     full = run(model, pixels)
     patch(model, rule=EXACT, layers="all")
     torch.testing.assert_close(run(model, pixels), full, rtol=1e-4, atol=1e-4)
+    fused = run(reduce(make_model("vit"), "free-energy:4"), pixels)
+    assert torch.equal(run(reduce(model, "free-energy:4"), pixels), fused)
     unpatch(model)
     assert not any(block.attn.fused_attn for block in model.blocks)
     assert torch.equal(run(model, pixels), full)

@@ -1,7 +1,5 @@
 """Hosts whose tokens are not one grid in raster order: packed images, and grids of their own."""
 
-import copy
-import pickle
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,30 +42,6 @@ def features(model: nn.Module, inputs: Inputs) -> Tensor:
 
 def change(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
-@torch.no_grad()
-def test_exact_settings_equal_the_original_and_copies_are_patched_on_their_own() -> None:
-    for name in sorted(PACKED):
-        model, inputs = make_packed(name), inputs_of(name)
-        full = features(model, inputs)
-        for options in EXACT:
-            patch(model, layers="all", **options)
-            assert change(features(model, inputs), full) < TOLERANCE, name
-        patch(model, layers="all", error=0.1)  # tiles do not pay at these sizes
-        assert change(features(model, inputs), full) < TOLERANCE, name
-        patch(model, layers="all", **COARSE)
-        coarse = features(model, inputs)
-        assert change(coarse, full) > 1e-3, name
-        assert len(screened_layers(model)) == len(find_vision_transformer(model).attentions) > 1
-        copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
-        assert torch.equal(features(unpatch(model), inputs), full), name
-        for other in copies:
-            assert torch.equal(features(other, inputs), coarse), name
-            assert torch.equal(features(unpatch(other), inputs), full), name
-        for module in (part for one in (model, *copies) for part in one.modules()):
-            assert not any("bmfa" in key for key in vars(module)), name
-            assert not module._forward_hooks and not module._forward_pre_hooks, name
 
 
 @torch.no_grad()

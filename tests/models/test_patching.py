@@ -164,17 +164,3 @@ def test_masks_of_padding_are_kept_and_others_refused() -> None:
         expected = attention(tokens, attn_mask=mask)
     torch.testing.assert_close(screened, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_patched_model_compiles_for_one_size_after_another() -> None:
-    model = timm_model("vit_tiny_patch16_224", **VIT, dynamic_img_size=True).eval()
-    full = copy.deepcopy(model)
-    patch(model, error=0.1, layers="all")
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        for size in (32, 64, 48):
-            pixels = images(size, size)
-            torch.testing.assert_close(compiled(pixels), full(pixels))
-    torch.compiler.reset()

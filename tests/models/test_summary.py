@@ -21,14 +21,10 @@ from bmfa.attention.result import ErrorEstimate
 from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summary, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe
-from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, run
+from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, pixels_of, run
 from models.packed_models import pixtral, pixtral_inputs
 
 SMALL, LARGE = 32, 256  # 64 tokens run dense, 4,096 tokens use tiles
-
-
-def pixels_of(size: int, images: int = 1) -> Tensor:
-    return torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
 def layer_rows(model: nn.Module) -> list[LayerSummary]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import permutations
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -62,11 +63,11 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
     Raises:
         ValueError: If no module has such a name, or one of them is inside another.
     """
-    named = [
-        (name, module)
+    named = {
+        name: module
         for name, module in tower.named_modules()
         if name and any(_matches(name, pattern) for pattern in description.patterns)
-    ]
+    }
     patterns = " or ".join(map(repr, description.patterns))
     if not named:
         modules = ((name, type(m).__name__.lower()) for name, m in tower.named_modules())
@@ -75,15 +76,13 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
             f"attention is {patterns}, and no module of {type(tower).__name__} has such a name; names "
             f"that may be meant are {', '.join(likely[:4]) or 'in model.named_modules()'}"
         )
-    names = [name for name, _ in named]
-    for name in names:
-        outer = next((other for other in names if name.startswith(f"{other}.")), None)
-        if outer is not None:
+    for outer, name in permutations(named, 2):
+        if name.startswith(f"{outer}."):
             raise ValueError(
                 f"attention is {patterns}, which names {outer!r} and {name!r} inside of it; name the "
                 "modules that call scaled_dot_product_attention, each once"
             )
-    attentions = tuple(module for _, module in named)
+    attentions = tuple(named.values())
     return VisionTransformer(
         replacement=InterceptedAttention,
         tower=tower,
@@ -92,7 +91,7 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
         projection=tower,
         prefix=description.count("prefix", tower),
         suffix=description.count("suffix", tower),
-        passes=partial(DescribedPasses, source=description.grid, names=tuple(names)),
+        passes=partial(DescribedPasses, source=description.grid, names=tuple(named)),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from bmfa.models.image_readers import ImageReader, read_pixtral, read_qwen, read_siglip2
+from bmfa.models.image_readers import read_pixtral, read_qwen, read_siglip2
 from bmfa.models.packing import Packing
 from bmfa.models.passes import Passes
 from bmfa.models.replacement import AttentionReplacement, InterceptedAttention, class_name
@@ -51,8 +51,9 @@ class VisionTransformer:
     suffix: int = 0  # detection tokens and others behind the grid
     layout: BlockLayout | None = None  # None if its tokens cannot be reduced
     reads_spatial_tokens: bool = True  # True if something after the last block may read them
-    # Makes what reads the images of each pass; None if the projection returns the shape of the grid.
-    reader: Callable[[Passes], Any] | None = None
+    # Returns the images of a pass, from the encoder and the arguments of its forward; None if the
+    # projection returns the shape of the grid.
+    reader: Callable[..., Packing] | None = None
     # Makes what follows the forward passes through the model.
     passes: Callable[..., Passes] = Passes
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
@@ -297,7 +298,7 @@ def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> Visi
         suffix=suffix,
         layout=layout,
         reads_spatial_tokens=spatial,
-        reader=None if family.read is None else partial(ImageReader, family.read),
+        reader=family.read,
         dense_blocks={index: reason for index, reason in kept.items() if reason},
         not_tunable=family.not_tunable,
     )

@@ -42,7 +42,7 @@ def count_flops(model: nn.Module, pixels: Tensor, options: Mapping[str, Any] | N
         >>> import bmfa, torch
         >>> model = bmfa.load_model("embedded").model
         >>> count_flops(model, torch.zeros(1, 3, 112, 112))
-        475034496
+        516580032
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton
 

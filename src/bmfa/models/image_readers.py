@@ -1,36 +1,16 @@
 """Where the tokens of each image are, in models whose sequences are packed or padded.
 
-A hook reads, in every forward pass, the sizes of the images from the arguments of the model.
+These functions read the sizes of the images from the module and the arguments of its forward.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmfa.grid import Grid
-from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
-from bmfa.models.passes import Passes
+from bmfa.models.packing import Packing, pack, raster_order
 from bmfa.packages import load_package
-
-
-@dataclass(eq=False)
-class ImageReader:
-    """Forward pre-hook of a model that begins each pass with its images."""
-
-    read: Callable[..., Packing]  # called with the model and the arguments of its forward
-    passes: Passes
-
-    def __post_init__(self) -> None:
-        prepare_compiling()
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        outside_graphs(self._begin, module, args, kwargs)
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.passes.begin(self.read(module, *args, **kwargs))
 
 
 def read_pixtral(

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from bmfa.attention.result import ErrorEstimate, Stats
 from bmfa.checks import is_compiling
 from bmfa.grid import Grid
-from bmfa.models.packing import Packing
+from bmfa.models.packing import Packing, outside_graphs, prepare_compiling
 
 # The id of the backward pass that this thread runs, -1 outside of backward passes.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -72,9 +73,8 @@ class ForwardPass:
 
     images: Images | None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)  # by layer
-    states: dict[int, Any] = field(
-        default_factory=dict
-    )  # of a reduction, by the block they precede
+    # Of a reduction, by the block they precede.
+    states: dict[int, Any] = field(default_factory=dict)
     block: int = -1  # the last block that began
     inside: bool = False  # True while that block runs
     outer: "ForwardPass | None" = None  # the pass whose block runs this one, by a hook
@@ -145,8 +145,9 @@ class Passes:
         if vit.reader is None:
             self.handles.append(vit.projection.register_forward_hook(self.read_grid))
         else:
-            reader = vit.reader(self)
-            self.handles.append(vit.tower.register_forward_pre_hook(reader, with_kwargs=True))
+            prepare_compiling()
+            hook = partial(self.read_images, vit.reader)
+            self.handles.append(vit.tower.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -165,6 +166,12 @@ class Passes:
         height, width = sides
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         self.begin(Grid(int(height), int(width)))
+
+    def read_images(
+        self, reader: Callable[..., Packing], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        """Forward pre-hook of a model whose reader finds the images in the arguments."""
+        outside_graphs(lambda: self.begin(reader(module, *args, **kwargs)))
 
     def begin(self, images: Images | None) -> None:
         """Begin a forward pass in this thread."""

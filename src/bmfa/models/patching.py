@@ -232,7 +232,6 @@ def unpatch(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if (replacement := replacement_of(module)) is not None:
-            replacement.remove_hooks()
             replacement.restore(module)
     return model
 

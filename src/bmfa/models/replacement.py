@@ -59,9 +59,6 @@ class Replacement:
         """Return what the repr of the module says."""
         return ""
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks of the whole model."""
-
 
 def replacement_of(module: nn.Module) -> Replacement | None:
     """Return what is replaced in the module, or None."""
@@ -116,8 +113,9 @@ class AttentionReplacement(Replacement):
         """Return the settings of the function."""
         return f"bmfa: {self.function.describe()}"
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks that follow the forward passes."""
+    def restore(self, module: nn.Module) -> None:
+        """Undo `install`, and remove the hooks that follow the forward passes of the model."""
+        super().restore(module)
         self.function.passes.remove()
 
 

@@ -297,7 +297,7 @@ def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
     title = f"{type(model).__name__}, reduced by {policy}"
     if state is None:
         rows = tuple(BlockSummary(i, policy, None, None) for i in range(reduction.depth))
-        return Summary(title, rows, (f"{_NOT_CALLED[0].upper()}{_NOT_CALLED[1:]}.",))
+        return Summary(title, rows, (f"{_NOT_CALLED.capitalize()}.",))
     before = (reduction.passes.prefix + state.grid.size, *state.kept)
     rows = tuple(
         BlockSummary(i, policy, kept, before[i] - kept) for i, kept in enumerate(state.kept)

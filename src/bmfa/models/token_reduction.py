@@ -1,6 +1,7 @@
 """Token reduction inside a model: its blocks, its attention, and the state of a forward pass."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -62,8 +63,9 @@ class TokenReduction:
     def begin_block(self, layer: int, x: Tensor) -> tuple[ReductionState, Tensor]:
         """Return the state for a block to work on, and the tokens (B, T, C) that are left."""
         start = self._state_before(layer, x)
-        merged = start.full_grid and start.tokens < self._all_tokens(start)
-        expected = self._all_tokens(start) if merged else start.tokens
+        grid_tokens = self.passes.prefix + start.grid.size
+        merged = start.full_grid and start.tokens < grid_tokens
+        expected = grid_tokens if merged else start.tokens
         if start.layer != layer or x.shape[1] != expected:
             raise RuntimeError(
                 f"block {layer} runs on {x.shape[1]} tokens, but block {start.layer} on {expected} was "
@@ -99,11 +101,9 @@ class TokenReduction:
         size = _ones(state.keys) if state.size is None else state.size
         place = (state.layer, self.depth, state.grid, self.passes.prefix)
         layer_state = LayerState(*place, x, size, state.keys, state.mass, self.backend)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            # Half types do not resolve the differences between costs, so autocast is off here.
-            with torch.autocast(x.device.type, enabled=False):
-                reduced = self.policy.reduce(layer_state)
-        else:
+        # Half types do not resolve the differences between costs, so autocast is off here.
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
             reduced = self.policy.reduce(layer_state)
         if reduced is None:
             return x
@@ -204,9 +204,6 @@ class TokenReduction:
         hooks = (len(b._forward_hooks) + len(b._forward_pre_hooks) for b in self.blocks)
         return self.passes.thread.exposing or max(hooks) > 2
 
-    def _all_tokens(self, state: ReductionState) -> int:
-        return self.passes.prefix + state.grid.size
-
     def _merged_tokens(self, state: ReductionState, x: Tensor) -> Tensor:
         """Undo `unmerge`: return the tokens from which the full grid x was made."""
         if state.unmerge_matrices:
@@ -250,10 +247,6 @@ class ReducedBlock(Replacement):
         finally:
             thread.running_state = before
         return self.reduction.end_block(state, x)
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks that follow the forward passes."""
-        self.reduction.passes.remove()
 
     def _run_branches(
         self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any

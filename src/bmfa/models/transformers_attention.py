@@ -10,17 +10,18 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from bmfa.attention.api import screened_attention
 from bmfa.grid import Grid
 from bmfa.models.packing import Packing, outside_graphs, prepare_compiling
+from bmfa.models.passes import PerThread
 from bmfa.models.replacement import AttentionReplacement, replacement_of, split_heads
-from bmfa.models.screened_layer import AttentionFunction
+from bmfa.models.screened_layer import AttentionFunction, ScreenedLayer
 from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
 # The function of transformers that runs where ours does not and the model names no other.
 _DENSE_FUNCTION = "sdpa"
+_no_passes = PerThread()  # of models that are not patched: torch.compile cannot make one
 _functions: Any = {}  # the attention functions of transformers by name, from `register_attention` on
 
 
@@ -140,33 +141,23 @@ def _attend(
     causal = getattr(module, "is_causal", False) if causal is None else causal
     weights = asks_for_weights(config, kwargs)
     plain = attention_mask is None and dropout == 0.0 and not causal and not weights
-    grid, prefix, suffix = None, 0, 0
-    if function is None:
-        if plain and query.shape == key.shape:
-            grid, prefix, suffix = _guess_layout(module, int(key.shape[2]))
-        host = grid is None
-    else:
-        chosen = split or bmfa_joined  # by the hook of the module
-        host = split if chosen else function.runs_host(query.shape, query, plain=plain)
-    if host:
+    if function is None and plain and query.shape == key.shape:
+        function = _guess_layer(module, int(key.shape[2]))
+    if (
+        function is None
+        or split  # by the hook of the module, which joins images that do not run dense
+        or (not bmfa_joined and function.runs_host(query.shape, query, plain=plain))
+    ):
         name = config._attn_implementation
         name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
         eager = sys.modules[type(module).__module__].__dict__.get("eager_attention_forward")
         return _functions.get(name, eager)(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if grid is not None:
-        q, k, v = (x.roll(suffix, 2) if suffix else x for x in (query, key, value))
-        output = screened_attention(
-            q, k, v, grid=grid, prefix=prefix + suffix, scale=scaling
-        ).output
-        output = output.roll(-suffix, 2) if suffix else output
-    else:
-        assert function is not None
-        if weights:
-            refuse_weights()
-        attend = function.attend if bmfa_joined else function  # joined images never run dense
-        output = attend(query, key, value, attention_mask, dropout, causal, scaling)
+    if weights:
+        refuse_weights()
+    attend = function.attend if bmfa_joined else function
+    output = attend(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -219,12 +210,13 @@ def register_attention() -> None:
     prepare_compiling()
 
 
-def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
-    """Return the grid of a number of tokens, None if unknown, and the tokens before and behind it.
+def _guess_layer(module: Any, tokens: int) -> ScreenedLayer | None:
+    """Return a layer with the default target over a number of tokens, None if their grid is unknown.
 
     An attention function of transformers sees no image. The grid is that of the configuration if it has
     that many tokens, and a square otherwise.
     """
+    from bmfa.models.described import DescribedPasses
     from bmfa.models.families import FAMILIES
 
     named = (
@@ -235,12 +227,14 @@ def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
     family, config = next(named, None), module.config
     sizes: list[Any] = [getattr(config, name, None) for name in ("image_size", "patch_size")]
     if family is None or None in sizes:  # a text encoder has no patches
-        return None, 0, 0
+        return None
     prefix, suffix = family.special_tokens(config)
     spatial = max(tokens - prefix - suffix, 0)
     image, patch = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
     height, width = image[0] // patch[0], image[1] // patch[1]
     if height * width != spatial:
         height = width = math.isqrt(spatial)
-    grid = Grid(height, width) if height * width == spatial > 0 else None
-    return grid, prefix, suffix
+    if height * width != spatial or spatial == 0:
+        return None
+    passes = DescribedPasses(prefix, suffix, _no_passes, source=Grid(height, width))
+    return ScreenedLayer(0, passes)

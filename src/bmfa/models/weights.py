@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -70,20 +71,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         FileNotFoundError: If there is no such file.
         ValueError: If the file is not a state dict, or its keys or shapes do not fit the model.
     """
-    found, expected = read_state_dict(path), model.state_dict()
-    missing = [key for key in expected if key not in found]
-    unexpected = [key for key in found if key not in expected]
-    wrong = [key for key in expected if key in found and found[key].shape != expected[key].shape]
-    if not missing and not unexpected and not wrong:
-        model.load_state_dict(found)
-        return
-    problem = f"{_summary('missing', missing)}; {_summary('unexpected', unexpected)}"
-    if wrong:
-        given, own = (tuple(state[wrong[0]].shape) for state in (found, expected))
-        problem += f"; {wrong[0]} is {given}, the model's is {own}"
-    raise ValueError(
-        f"{path} does not fit {type(model).__name__}: {problem}; pass weights of the same model"
-    )
+    try:
+        model.load_state_dict(read_state_dict(path))
+    except RuntimeError as error:
+        problems = (line.strip(" \t.") for line in str(error).splitlines()[1:4])
+        listed = "; ".join(shorten(line, 160, placeholder=" ...") for line in problems)
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}: {listed}; pass weights of the same model"
+        ) from None
 
 
 def check_binary(file: Path) -> None:
@@ -95,7 +90,3 @@ def check_binary(file: Path) -> None:
     if _CONTROL.isdisjoint(start):
         line = start.decode(errors="replace").strip().partition("\n")[0][:40]
         raise ValueError(f"{file} is a text file that begins with {line!r}; {_ACCEPTED}")
-
-
-def _summary(what: str, keys: list[str]) -> str:
-    return f"{len(keys)} {what}, first {keys[0]}" if keys else f"none {what}"
