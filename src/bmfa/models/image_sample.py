@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from bmfa.checks import check_integer
 from bmfa.data.images import ImageFiles
 from bmfa.models.loading import LoadedModel, find_preprocessing
-from bmfa.models.preprocessing import Preprocessing
 
 ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
@@ -26,9 +25,6 @@ def sample_images(
     model: nn.Module | LoadedModel,
     limit: int,
     seed: int = 0,
-    *,
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
 ) -> dict[str, Tensor]:
     """Read at most `limit` images in random order, and divide them.
 
@@ -36,12 +32,10 @@ def sample_images(
         images: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
             DataLoader of tensors, of tuples that begin with one or of dictionaries with `pixel_values`,
             or the path of a folder or zip.
-        model: The model, whose preprocessing images of a folder have by default.
+        model: The model, whose preprocessing images of a folder have.
         limit: The largest number of images. Of a DataLoader they are the first ones, of anything else
             they are drawn.
         seed: Seed of the images that are drawn, and of their order.
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder.
 
     Returns:
         (n, 3, height, width) tensors: a half of the images for "calibration", and the others for
@@ -50,7 +44,7 @@ def sample_images(
     Raises:
         TypeError: If `images` is of another type.
         ValueError: If there are fewer than two images, they differ in size, or an argument is out of
-            range or not for images of this kind.
+            range.
         ImageError: If there is no such folder, or an image that is drawn cannot be read.
     """
     limit = check_integer("limit", limit, low=2)
@@ -58,21 +52,15 @@ def sample_images(
     files = ImageFiles(images) if isinstance(images, (str, os.PathLike)) else None
     found: Sequence[Any]
     if files is not None:
-        preprocess = find_preprocessing(model, preprocess, img_size)
+        preprocess = find_preprocessing(model)
         if preprocess is None:
             raise ValueError(
                 f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
-                "known; pass what bmfa.load_model returns as the model, "
-                "preprocess=bmfa.models.Preprocessing(...), or tensors"
+                "known; pass what bmfa.load_model returns as the model, or tensors"
             )
         found = files.entries
     elif not isinstance(images, (Tensor, Sequence, DataLoader)):
         raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    elif img_size is not None or preprocess is not None:
-        raise ValueError(
-            "img_size and preprocess are for images of a folder; leave them out, and pass tensors of "
-            "the size of the model"
-        )
     else:
         batches = [images] if isinstance(images, Tensor) else images
         most = limit if isinstance(images, DataLoader) else None

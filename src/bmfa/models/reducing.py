@@ -4,6 +4,7 @@ import os
 
 from torch import Tensor, nn
 
+from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
 from bmfa.models.families import find_vision_transformer, raise_not_reducible
@@ -104,7 +105,7 @@ def reduce(
         backend,
         dense=vit.reads_spatial_tokens if dense is None else dense,
         expose=dense is not False,
-        planned=None if plan is None else plan.token_grid,
+        planned=None if plan is None else Grid(*plan.grid),
     )
     for layer, (block, attention) in enumerate(zip(vit.blocks, vit.attentions, strict=True)):
         ReducedBlock(layer, vit.layout, reduction).install(block)

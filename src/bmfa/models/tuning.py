@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count, product
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,18 +30,16 @@ from bmfa.models.patching import (
     unpatch,
 )
 from bmfa.models.plan import ModelFingerprint, Plan
-from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, add_between
+from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem
 from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize, time_alternating
 
 Progress = Callable[[int, int], None]  # steps done, of how many
-Times = Mapping[int, Mapping[float | None, float]]
 
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
-# target, so steps of a factor of 1.5 to 2 leave the optimum at most that far from a setting.
-ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+# target, so steps of a factor of 1.25 to 1.5 leave the optimum at most that far from a setting.
+ERRORS = (0.01, 0.014, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2)
 # Images that are used: half of them calibrate, the others validate and test. The change differs by a
 # factor of up to 3 between photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more
 # images predict better; on a CPU a forward pass at high resolution takes seconds.
@@ -62,25 +60,21 @@ def tune(
     *,
     errors: Sequence[float] = ERRORS,
     layers: str | Sequence[int] = "all",
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
     options: Mapping[str, Any] | None = None,
     batch_size: int = 1,
     limit: int | None = None,
     seed: int = 0,
     repeats: int = 5,
-    times: Times | None = None,
     progress: Progress | bool = True,
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
 
     Half of the images calibrate: for each layer alone and each error target, they measure the time of
-    its attention on this device and the change of the output of the model. Targets between two of
-    `errors` are interpolated. The fastest combination that is predicted to stay within the tolerance
-    is then validated end to end on a quarter of the images. If it fails there, its layers are measured
-    alone on these, too, and the next combination must be predicted to hold on both. Then layers get
-    faster settings while the check holds. A single error target for all layers that holds is never
-    predicted to be faster than the plan. A layer in which nothing is gained stays dense.
+    its attention on this device and the change of the output of the model. The fastest combination that
+    is predicted to stay within the tolerance is then validated end to end, on these and on a quarter of
+    the images. The ratio of its change to the tolerance scales what is predicted, and the next
+    combination is chosen, until no faster one holds. A single error target for all layers that holds is
+    never predicted to be faster than the plan. A layer in which nothing is gained stays dense.
 
     The last quarter tests the plan and takes no part in the choice: `plan.measured_change` is of these
     images. With fewer than six images there is no such quarter, and it is of the validation images. If
@@ -94,7 +88,8 @@ def tune(
         images: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
             a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
             `pixel_values`; or the path of a folder or zip of images. At least two images, all of
-            one size; six or more are better.
+            one size; six or more are better. Images of a folder have the preprocessing of the model
+            (of `load_model`, or of timm).
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure:
             0.03 is 3 % of the features.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
@@ -104,16 +99,12 @@ def tune(
             grows with the change, e.g. 1 - IoU; it is only checked end to end.
         errors: Error targets to try in each layer.
         layers: The layers that may change: `"all"`, `"last-K"` or indices.
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call; times are of such a batch.
         limit: The number of images to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
             are more.
         seed: Seed of which images are used, and which of them calibrate, validate and test.
         repeats: The number of times each call is timed; the median counts.
-        times: Milliseconds by layer and setting (None is dense) in place of measured ones, e.g.
-            `plan.times`. The same images, seed and times give the same settings.
         progress: True shows a progress bar on a terminal. A function is called with the steps that are
             done and their number.
 
@@ -130,8 +121,7 @@ def tune(
         >>> import bmfa, torch
         >>> model = bmfa.load_model("embedded").model
         >>> images = torch.rand(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
-        >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
-        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], times=times)
+        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], repeats=1)
         >>> plan.measured_change <= 0.05
         True
         >>> patched = bmfa.patch(model, plan=plan)
@@ -146,10 +136,8 @@ def tune(
             "bmfa.patch"
         )
     indices = layer_indices(layers, len(vit.attentions))
-    if times is not None:
-        _check_times(times, indices, errors)
     limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
+    parts = sample_images(images, model, limit, seed)
     if batch_size > len(parts["calibration"]):
         raise ValueError(
             f"batch_size is {batch_size} and {len(parts['calibration'])} images calibrate; pass at "
@@ -161,7 +149,7 @@ def tune(
         tuner = _AttentionTuner(
             module, vit, options, parts, batch_size, advance, found, tolerance, errors, repeats
         )
-        plan = tuner.make_plan(indices, times, seed)
+        plan = tuner.make_plan(indices, seed)
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
@@ -183,6 +171,8 @@ class Tuner:
         images: (n, 3, height, width) "calibration", "validation" and "test" images.
         batch_size: The number of images in a call.
         advance: Counts a step.
+        references: What the unchanged model returns, by the outputs of a measure and the name of the
+            images.
     """
 
     model: nn.Module
@@ -191,6 +181,7 @@ class Tuner:
     images: Mapping[str, Tensor]
     batch_size: int
     advance: Callable[[], None]
+    references: dict[Any, list[Any]] = field(default_factory=dict, init=False)
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -203,11 +194,6 @@ class Tuner:
         floating = (p for p in self.model.parameters() if p.is_floating_point())
         parameter = next(floating, torch.empty(0))
         return batch.to(parameter.device, parameter.dtype)
-
-    @cached_property
-    def references(self) -> dict[Any, list[Any]]:
-        """What the unchanged model returns, by the outputs of a measure and the name of the images."""
-        return {}
 
     def install(self, chosen: Combination) -> None:
         """Change the model to a combination of settings; an empty one changes nothing."""
@@ -261,7 +247,7 @@ class _AttentionTuner(Tuner):
     grids: dict[int, Grid] = field(default_factory=dict)
     dtype: str = ""
 
-    def make_plan(self, layers: Sequence[int], times: Times | None, seed: int) -> Plan:
+    def make_plan(self, layers: Sequence[int], seed: int) -> Plan:
         # What is not additive is ranked by features, and only checked by itself.
         power = self.measure.power
         additive = MEASURES["features"] if power is None else self.measure
@@ -270,45 +256,38 @@ class _AttentionTuner(Tuner):
             self.check_deterministic(measure)
         self.advance()
         batch = self.place(self.batches["calibration"][0])
-        self.time_layers(batch, times)
-
-        def change(images: str, chosen: Combination) -> float:
-            return round_digits(self.change(self.measure, images, chosen), 6)
-
-        def change_alone(layer: int, error: float, images: str = "validation") -> float:
-            alone = tuple(error if index == layer else None for index in range(depth))
-            return round_digits(self.change(additive, images, alone), 6)
-
-        candidates: list[LayerSetting] = []
+        self.time_layers(batch)
+        candidates = []
         for layer in range(depth):
-            found = self.times[layer]
-            settings = [LayerSetting(layer, None, found.get(None, 0.0), 0.0)]
+            dense = self.times[layer][None]
+            candidates.append(LayerSetting(layer, None, dense, 0.0))
             for error in self.errors if layer in layers else ():
-                faster = found[error] < (1.0 - LEAST_GAIN) * found[None]
-                alone = change_alone(layer, error, "calibration") if faster else None
-                settings.append(LayerSetting(layer, error, found[error], alone))
+                milliseconds, change = self.times[layer][error], None
+                if milliseconds < (1.0 - LEAST_GAIN) * dense:
+                    alone = tuple(error if index == layer else None for index in range(depth))
+                    change = self.change(additive, "calibration", alone)
+                candidates.append(LayerSetting(layer, error, milliseconds, change))
                 self.advance()
-            candidates += add_between(settings)
-        problem = SettingProblem(candidates, additive.power or 1, change, change_alone)
+        problem = SettingProblem(
+            candidates, additive.power or 1, partial(self.change, self.measure)
+        )
         budget = sum(problem.costs.values()) if power is None else self.tolerance**power
         search = Search(problem, self.tolerance, power, budget)
         chosen = search.run()
         self.advance()
-        dense_ms, planned_ms = self.time_model(batch, chosen.settings)
-        if times is None and planned_ms >= dense_ms and any(chosen.settings):
+        dense_ms, planned_ms = time_model(self, batch, chosen.settings)
+        if planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen = search.stay_dense(
-                f"dense: the patched model takes {planned_ms:g} ms, and the dense one {dense_ms:g} ms"
+            chosen = search.check(
+                problem.dense,
+                f"dense: the patched model takes {planned_ms:g} ms, and the dense one {dense_ms:g} ms",
             )
             planned_ms = dense_ms
-        assert chosen.validation_change is not None
-        tested = "test" in self.batches
-        measured = change("test", chosen.settings) if tested else chosen.validation_change
+        measured = chosen.validation_change
+        if "test" in self.batches:
+            measured = self.change(self.measure, "test", chosen.settings)
         self.advance()
-        candidates = [
-            replace(s, validation_change=problem.alone.get((s.layer, s.error))) for s in candidates
-        ]
-        saved = problem.price(problem.dense) - problem.price(chosen.settings)
+        saved = problem.price(problem.dense) - chosen.price
         return Plan(
             grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
             batch_size=len(batch),
@@ -316,18 +295,18 @@ class _AttentionTuner(Tuner):
             device=str(batch.device),
             measure=self.measure.name,
             tolerance=self.tolerance,
-            layers=tuple(s for s in candidates if s.error == chosen.settings[s.layer]),
             candidates=tuple(candidates),
-            predicted_change=chosen.predicted_change,
-            validation_change=chosen.validation_change,
             measured_change=measured,
-            checks=tuple(search.checks),
+            checks=tuple(replace(check, chosen=check is chosen) for check in search.checks),
             dense_milliseconds=dense_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
             predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
             milliseconds=planned_ms,
             **self.common_fields(seed),
         )
+
+    def change(self, measure: Measure, images: str, chosen: Combination) -> float:
+        return round_digits(super().change(measure, images, chosen), 6)
 
     def check_deterministic(self, measure: Measure) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
@@ -345,7 +324,7 @@ class _AttentionTuner(Tuner):
             grids = [self.grids[layer] for layer in range(len(chosen))]
             install_layers(self.model, self.vit, planned_options(errors), grids)
 
-    def time_layers(self, batch: Tensor, times: Times | None) -> None:
+    def time_layers(self, batch: Tensor) -> None:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
@@ -360,9 +339,7 @@ class _AttentionTuner(Tuner):
                     "tokens, and a plan is for one grid in each layer; pass error= to bmfa.patch"
                 )
             if layer not in self.times:
-                found = (times or {}).get(layer, {})
-                if times is None:
-                    found = time_attention(inputs, self.errors, self.repeats)
+                found = time_attention(inputs, self.errors, self.repeats)
                 self.times[layer] = {error: round_digits(ms, 5) for error, ms in found.items()}
                 self.dtype = str(inputs.q.dtype).removeprefix("torch.")
                 self.advance()
@@ -380,22 +357,21 @@ class _AttentionTuner(Tuner):
                 "layer in each pass; pass error= to bmfa.patch"
             )
 
-    def time_model(self, batch: Tensor, chosen: Combination) -> tuple[float, float]:
-        """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
-        samples: dict[Combination, list[float]] = {(): [], chosen: []}
-        for _ in range(self.repeats + 1):  # the first one warms up
-            for combination, found in samples.items():
-                self.install(combination)
-                synchronize(batch.device)
-                start = time.perf_counter()
-                self.model(batch, **self.options)
-                synchronize(batch.device)
-                found.append(1e3 * (time.perf_counter() - start))
-                unpatch(self.model)
-        dense, planned = (
-            round_digits(statistics.median(found[1:]), 5) for found in samples.values()
-        )
-        return dense, planned if any(chosen) else dense
+
+def time_model(tuner: _AttentionTuner, batch: Tensor, chosen: Combination) -> tuple[float, float]:
+    """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
+    samples: dict[Combination, list[float]] = {(): [], chosen: []}
+    for _ in range(tuner.repeats + 1):  # the first one warms up
+        for combination, found in samples.items():
+            tuner.install(combination)
+            synchronize(batch.device)
+            start = time.perf_counter()
+            tuner.model(batch, **tuner.options)
+            synchronize(batch.device)
+            found.append(1e3 * (time.perf_counter() - start))
+            unpatch(tuner.model)
+    dense, planned = (round_digits(statistics.median(found[1:]), 5) for found in samples.values())
+    return dense, planned if any(chosen) else dense
 
 
 def time_attention(
@@ -448,17 +424,6 @@ def _check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
     return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
-
-
-def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -> None:
-    for layer, error in product(layers, (None, *errors)):
-        try:
-            check_number("times", times[layer][error], low=0.0, open_low=True)
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(
-                f"times lacks times[{layer}][{error}]; pass milliseconds by layer and target (None is "
-                "dense), such as {0: {None: 2.5, 0.1: 1.2}}, or leave times out"
-            ) from None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_number
 from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
@@ -21,7 +21,6 @@ from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
 from bmfa.models.patching import unpatch
 from bmfa.models.plan import SCHEDULED, ReductionPlan
-from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.reducing import reduce
 from bmfa.models.search import Check, Combination, Search, cheapest_path
 from bmfa.models.tuning import (
@@ -62,13 +61,10 @@ def tune_reduction(
     *,
     gflops: float | None = None,
     agreement: float | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
     options: Mapping[str, Any] | None = None,
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
-    rounds: int = 1,
     progress: Progress | bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
@@ -92,16 +88,12 @@ def tune_reduction(
         gflops: The GFLOPs of an image to stay within, two operations for a multiply-add. One of `gflops`
             and `agreement` is given.
         agreement: The share of the images whose class must be that of the full model, in (0, 1].
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call.
         limit: The number of images to use. None is 512 on CUDA and 128 elsewhere, or two batches
             if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
-        rounds: How often the blocks are measured again around the schedule. A round measures two
-            schedules for each block.
         progress: True shows a progress bar on a terminal. A function is called with the schedules that
             are measured and about how many there will be.
 
@@ -126,16 +118,15 @@ def tune_reduction(
     target, value = check_target(gflops, agreement)
     check_policy(policy)
     module, vit, options = check_tunable(model, options)
-    rounds = check_integer("rounds", rounds, low=0)
     limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
+    parts = sample_images(images, model, limit, seed)
     if target == "gflops":  # nothing is validated
         unseen = torch.cat([parts["validation"], parts["test"]])
         parts |= {"validation": unseen[:0], "test": unseen}
-    # Two schedules of each block alone, and as many around each best one.
-    total = 2 * len(vit.blocks) * (1 + rounds) + 8
+    # Two schedules of each block alone, and as many around the best one.
+    total = 4 * len(vit.blocks) + 8
     with unchanged(module), count_steps(progress, total, " schedules") as advance:
-        tuner = ReductionTuner(module, vit, options, parts, batch_size, advance, policy, rounds)
+        tuner = ReductionTuner(module, vit, options, parts, batch_size, advance, policy)
         return tuner.make_plan(target, value, seed)
 
 
@@ -149,7 +140,7 @@ class ReductionTuner(Tuner):
     """
 
     policy: str
-    rounds: int
+    rounds: int = 1
     kls: dict[tuple[Schedule, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -255,8 +246,6 @@ class ReductionTuner(Tuner):
         """Return the operations that a schedule saves."""
         return self.schedules.flops(self.dense) - self.schedules.flops(chosen)
 
-    predicted_cost = cost
-
     def choose(self, budget: float) -> Combination:
         """Return the schedule that saves so many operations with the least change."""
         least = self.schedules.flops(self.schedules.optimal(0.0))
@@ -266,11 +255,6 @@ class ReductionTuner(Tuner):
         """Return the share of images whose class changes."""
         self.advance()
         return self.change(DISAGREEMENT, images, chosen)
-
-    def refine(self, chosen: Combination) -> None:
-        """Measure the blocks around a schedule that failed."""
-        if self.rounds:
-            self.measure_around(chosen)
 
     def uniform(self) -> list[tuple[str, Combination]]:
         """Return nothing: `start` compares with even schedules."""
@@ -285,7 +269,9 @@ class ReductionTuner(Tuner):
             # The tolerance is a share of images, so rounding must not exclude one.
             most = self.cost(self.schedules.optimal(0.0))
             search = Search(self, 1.0 - value + 1e-9, None, most)
-            schedule, checks = search.run().settings, search.checks
+            chosen = search.run()
+            schedule = chosen.settings
+            checks = [replace(check, chosen=check is chosen) for check in search.checks]
         elif self.count(self.dense) > value * 1e9:
             schedule = self.best_schedule(value * 1e9)
         tested = "test" if "test" in self.batches else "validation"
@@ -294,7 +280,6 @@ class ReductionTuner(Tuner):
             for measure in (MEASURES["logits"], DISAGREEMENT)
             for images in ("calibration", tested)
         )
-        alone = self.schedules.alone.items()
         return ReductionPlan(
             grid=(self.grid.height, self.grid.width),
             policy=self.policy,
@@ -303,12 +288,10 @@ class ReductionTuner(Tuner):
             target_value=value,
             full_gflops=self.count(self.dense) / 1e9,
             gflops=self.count(schedule) / 1e9,
-            predicted_kl=self.schedules.predicted(schedule),
             calibration_kl=kl,
             calibration_agreement=1.0 - change,
             output_kl=test_kl,
             agreement=1.0 - test_change,
-            alone=tuple({"block": b, "removed": n, "output_kl": kl} for (b, n), kl in alone),
             checks=tuple(checks),
             **self.common_fields(seed),
         )
