@@ -156,10 +156,10 @@ FILES = [
     (lambda p: p.write_text(p.read_text().replace('"version": 4', '"version": 1')), "version 1"),
     (lambda p: p.write_text(p.read_text().replace('"attention"', '"x"')), "plan 'x'"),
     (lambda p: p.write_text(p.read_text().replace("tolerance", "x")), "field 'tolerance'"),
-    (lambda p: p.write_text(p.read_text()[:-20]), "is not JSON"),
-    (lambda p: p.write_text("[" * 100_000), "is not JSON"),
-    (lambda p: p.write_bytes(b"\xff\xfe\x00"), "is not JSON"),
-    (lambda p: p.write_text("[1]"), "is not a plan"),
+    (lambda p: p.write_text(p.read_text()[:-20]), "is not a plan, or damaged"),
+    (lambda p: p.write_text("[" * 100_000), "is not a plan, or damaged"),
+    (lambda p: p.write_bytes(b"\xff\xfe\x00"), "is not a plan, or damaged"),
+    (lambda p: p.write_text("[1]"), "is not of the type dict"),
     (lambda p: p.unlink(), "cannot be read"),
     (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
 ]
@@ -197,11 +197,11 @@ def test_a_plan_fits_the_same_weights_however_the_model_was_built():
 def test_a_plan_for_another_model_is_refused_with_the_cure():
     plan = plan_for(small_model(), {0: 0.3})
     for make, difference, cure in (
-        (timm_vit, "the model has VisionTransformer", "pass that model"),
-        (lambda: embedded.EmbeddedViT(dim=24, depth=2), "3 layers", "the same arguments"),
+        (timm_vit, "this one has VisionTransformer", "pass that model"),
+        (lambda: embedded.EmbeddedViT(dim=24, depth=2), "layers 3", "the same arguments"),
         (lambda: embedded.EmbeddedViT(dim=48, depth=3), "parameters", "the same arguments"),
         (lambda: small_model().double(), "float64", "model.to(torch.float32)"),
-        (lambda: small_model(seed=1), "it is for weights", "load the weights"),
+        (lambda: small_model(seed=1), "has weights", "load the weights"),
     ):
         model = make()
         with pytest.raises(ValueError, match="the plan does not fit") as raised:

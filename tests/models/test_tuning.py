@@ -129,11 +129,8 @@ def test_equal_seed_and_times_give_an_equal_plan_and_read_no_random_state():
     torch.manual_seed(5)
     with torch.random.fork_rng():
         model = small_model()
-    steps: list[tuple[int, int]] = []
-    first = tuned(model, progress=lambda done, total: steps.append((done, total)))
+    first = tuned(model)
     assert torch.equal(torch.rand(1), expected)
-    total = 3 + 3 * DEPTH  # references, check, model; layers timed; settings
-    assert steps == [(step, total) for step in range(1, total + 1)]
     for name in ("candidates", "checks", "measured_change", "model"):
         assert getattr(first, name) == getattr(tuned(model), name)
     timed = bmfa.tune(model, smooth_images(), 0.1, errors=[0.3], repeats=1, progress=False)

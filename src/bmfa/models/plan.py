@@ -9,11 +9,11 @@ import json
 import math
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
 from bmfa.merging import Policy, parse
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.search import Check, LayerSetting
+from bmfa.models.search import Check, LayerSetting, Positive
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
@@ -34,6 +34,15 @@ SCHEDULED = ("tome", "pitome", "tofu", "diffrate", "crossget", "free-energy", "r
 _HASHED_ELEMENTS = 16
 _MOST = 2**53  # the largest integer of a file; all up to it are exact in any reader of JSON
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
+# What the model of a plan must share with another one, and what to do where it does not.
+_REMEDIES = {
+    "name": "pass that model",
+    "layers": "build the model with the same arguments",
+    "parameters": "build the model with the same arguments, the size of the images apart",
+    "architecture": "build the model with the same arguments",
+    "dtype": "call model.to(torch.{})",
+    "weights": "load the weights that it was made for",
+}
 # Position embeddings are resampled to the size of the images, so they are not what identifies a model.
 _POSITIONS = ("pos_", "position")
 
@@ -60,8 +69,6 @@ class ModelFingerprint:
         >>> fingerprint = ModelFingerprint.from_model(model)
         >>> fingerprint.layers, fingerprint.dtype
         (8, 'float32')
-        >>> fingerprint.mismatch(model) is None
-        True
     """
 
     name: str
@@ -101,31 +108,6 @@ class ModelFingerprint:
             str(next(floating, torch.float32)).removeprefix("torch."),
             *(found.hexdigest()[:_DIGITS] for found in hashes),
         )
-
-    def mismatch(self, model: nn.Module) -> str | None:
-        """Say how a model differs from the one with this fingerprint.
-
-        Args:
-            model: A model that `patch` supports.
-
-        Returns:
-            A clause that names the difference and a remedy, or None if there is none.
-
-        Raises:
-            TypeError: If the model is not supported.
-        """
-        other = ModelFingerprint.from_model(model)
-        sizes = [f"{x.layers} layers and {x.parameters:,} parameters" for x in (self, other)]
-        for name, here, there, remedy in (
-            ("", self.name, other.name, "pass that model"),
-            ("", *sizes, "build the model with the same arguments, the size of the images apart"),
-            ("shapes ", self.architecture, other.architecture, "build it with the same arguments"),
-            ("", self.dtype, other.dtype, f"call model.to(torch.{self.dtype})"),
-            ("weights ", self.weights, other.weights, "load the weights that it was made for"),
-        ):
-            if here != there:
-                return f"it is for {name}{here}, and the model has {there}; {remedy}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,27 +191,18 @@ class PlanFile:
             >>> model = bmfa.patch(model, plan=bmfa.Plan.load("plan.json"))
             >>> os.remove("plan.json")
         """
-        saved = "pass a file that Plan.save wrote"
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            reason = error.strerror
-            raise type(error)(f"plan {path} cannot be read ({reason}); {saved}") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error}); {saved}") from None
-        if not isinstance(data, dict) or "plan" not in data:
-            raise ValueError(f"{path} is not a plan; {saved}")
-        for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
-            if (found := data.pop(name, None)) != expected:
-                raise ValueError(
-                    f"{path} has {name} {found!r}, and {expected!r} is read here; pass a file of "
-                    f"{cls.made_by}, made by this version"
-                )
-        try:
+            data = _decode(dict, json.loads(Path(path).read_text(encoding="utf-8")), "the file")
+            for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
+                if (found := data.pop(name, None)) != expected:
+                    raise ValueError(f"it has {name} {found!r}, and {expected!r} is read here")
             plan: Self = _decode(cls, data, "")
-        except (ValueError, TypeError) as error:
+        except OSError as error:
+            reason = f"{error.strerror}); pass a file that Plan.save wrote"
+            raise type(error)(f"plan {path} cannot be read ({reason}") from None
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{path} is a damaged plan: {error}; make it again with {cls.made_by}"
+                f"{path} is not a plan, or damaged: {error}; make it again with {cls.made_by}"
             ) from None
         return plan
 
@@ -249,11 +222,14 @@ class PlanFile:
             >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
             >>> plan.check_model(model)
         """
-        mismatch = self.model.mismatch(model)
-        if mismatch is not None:
-            raise ValueError(
-                f"the plan does not fit: {mismatch}, or make a plan for this model with {self.made_by}"
-            )
+        other = ModelFingerprint.from_model(model)
+        for name, remedy in _REMEDIES.items():
+            here, there = getattr(self.model, name), getattr(other, name)
+            if here != there:
+                raise ValueError(
+                    f"the plan does not fit: its model has {name} {here}, and this one has {there}; "
+                    f"{remedy.format(here)}, or make a plan for this model with {self.made_by}"
+                )
 
     def table(self) -> list[Row]:
         """Return the rows of the table that `print` shows, one for each layer or block."""
@@ -336,35 +312,25 @@ class Plan(PlanFile):
     dtype: str
     device: str
     measure: str
-    tolerance: float
+    tolerance: Positive
     candidates: tuple[LayerSetting, ...]
     measured_change: float
-    dense_milliseconds: float
-    predicted_milliseconds: float
-    milliseconds: float
+    dense_milliseconds: Positive
+    predicted_milliseconds: Positive
+    milliseconds: Positive
 
     def __post_init__(self) -> None:
-        for name in (
-            *("dense_milliseconds", "predicted_milliseconds", "milliseconds", "tolerance"),
-            *("calibration_images", "validation_images", "batch_size"),
-        ):
-            check_number(name, getattr(self, name), low=0.0, open_low=True)
-        fastest = min((s.milliseconds for s in self.candidates), default=0.0)
-        check_number("candidates.milliseconds", fastest, low=0.0, open_low=True)
         if [check.holds for check in self.checks if check.chosen] != [True]:
             raise ValueError("checks has not exactly one that is chosen and holds")
         layers = list(range(self.model.layers))
         dense = [s.layer for s in self.candidates if s.error is None]
-        for found in (dense, [s.layer for s in self.layers], [*range(len(self.chosen.settings))]):
+        chosen, planned = [s.layer for s in self.layers], [*range(len(self.chosen.settings))]
+        for found in (dense, chosen, planned, [*range(len(self.grids))]):
             if found != layers:
                 raise ValueError(
-                    f"candidates and checks have settings of layers {found}, and the model has "
+                    f"candidates, checks and grids are of layers {found}, and the model has "
                     f"{len(layers)} layers"
                 )
-        if len(self.grids) != len(layers) or min(map(min, self.grids)) < 1:
-            raise ValueError(
-                f"grids is {self.grids}, which is not a grid for each of {len(layers)} layers"
-            )
 
     @property
     def chosen(self) -> Check:
@@ -540,7 +506,7 @@ class ReductionPlan(PlanFile):
     schedule: tuple[int, ...]
     target: str
     target_value: float
-    full_gflops: float
+    full_gflops: Positive
     gflops: float
     calibration_kl: float
     calibration_agreement: float
@@ -548,15 +514,12 @@ class ReductionPlan(PlanFile):
     agreement: float
 
     def __post_init__(self) -> None:
-        check_number("full_gflops", self.full_gflops, low=0.0, open_low=True)
-        check_integer("grid", min(self.grid), low=1)
-        for name, accepted in (("policy", SCHEDULED), ("target", ("gflops", "agreement"))):
-            if (value := getattr(self, name)) not in accepted:
-                raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
+        check_choice("policy", self.policy, SCHEDULED)
+        check_choice("target", self.target, ("gflops", "agreement"))
         if len(self.schedule) != self.model.layers:  # one number would be a count for every block
-            blocks = self.model.layers
             raise ValueError(
-                f"schedule has {len(self.schedule)} numbers of tokens for {blocks} blocks of the model"
+                f"schedule has {len(self.schedule)} numbers of tokens, and the model has "
+                f"{self.model.layers} blocks"
             )
 
     @property
@@ -617,13 +580,19 @@ class ReductionPlan(PlanFile):
         return lines
 
 
+def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
+    """Raise unless a value is one of those that are accepted."""
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
+
+
 def _decode(kind: Any, value: Any, name: str) -> Any:
     """Convert JSON data to the type of a field; raise a ValueError that names the field."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # with None
         return None if value is None else _decode(arguments[0], value, name)
-    if kind is float:
-        return check_number(name, value, low=0.0)
+    if kind is float or origin is Annotated:
+        return check_number(name, value, low=0.0, open_low=origin is Annotated)
     if kind is int:
         return check_integer(name, value, low=0, high=_MOST)
     if origin is tuple:
@@ -636,7 +605,7 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
         raise ValueError(f"{name} is {value!r}, which is not of the type {expected.__name__}")
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return value
-    hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
+    hints = {one.name: get_type_hints(kind, include_extras=True)[one.name] for one in fields(kind)}
     for wrong in sorted(hints.keys() ^ value.keys()):
         what = "lacks" if wrong in hints else "does not have"
         raise ValueError(f"{name or 'a plan'} {what} the field {wrong!r}")

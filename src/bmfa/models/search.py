@@ -9,7 +9,7 @@ that holds widens it by what is left of the tolerance.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from bmfa.records import round_digits
 
 # The setting of every layer: an error target or None for dense attention, or a number of tokens removed.
 Combination = tuple[Any, ...]
+Positive = Annotated[float, "above 0"]  # in the file of a plan
 
 # Combinations that are checked in one approach to the tolerance. The first few come within some percent.
 MOST_CHECKS = 12
@@ -57,7 +58,7 @@ class LayerSetting:
 
     layer: int
     error: float | None
-    milliseconds: float
+    milliseconds: Positive
     change: float | None = None
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem
 from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize, time_alternating
-
-Progress = Callable[[int, int], None]  # steps done, of how many
 
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.25 to 1.5 leave the optimum at most that far from a setting.
@@ -65,7 +62,7 @@ def tune(
     limit: int | None = None,
     seed: int = 0,
     repeats: int = 5,
-    progress: Progress | bool = True,
+    progress: bool = True,
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
 
@@ -105,8 +102,7 @@ def tune(
             are more.
         seed: Seed of which images are used, and which of them calibrate, validate and test.
         repeats: The number of times each call is timed; the median counts.
-        progress: True shows a progress bar on a terminal. A function is called with the steps that are
-            done and their number.
+        progress: True shows a progress bar on a terminal.
 
     Returns:
         The plan.
@@ -129,25 +125,29 @@ def tune(
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
-    module, vit, options = check_tunable(model, options)
-    if vit.not_tunable:
+    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
+    if not_tunable := parts["vit"].not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
+            f"{type(parts['model']).__name__} is not supported by tune: {not_tunable}; pass error= to "
             "bmfa.patch"
         )
-    indices = layer_indices(layers, len(vit.attentions))
-    limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed)
-    if batch_size > len(parts["calibration"]):
+    depth, calibrating = len(parts["vit"].attentions), len(parts["images"]["calibration"])
+    indices = layer_indices(layers, depth)
+    if batch_size > calibrating:
         raise ValueError(
-            f"batch_size is {batch_size} and {len(parts['calibration'])} images calibrate; pass at "
-            f"least {2 * batch_size} images (and limit), or a smaller batch_size"
+            f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
+            f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = 3 + len(vit.attentions) + len(indices) * len(errors)
-    with unchanged(module), count_steps(progress, total) as advance, warnings.catch_warnings():
+    total = 3 + depth + len(indices) * len(errors)
+    with running(parts["model"], progress, total, " steps") as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
         tuner = _AttentionTuner(
-            module, vit, options, parts, batch_size, advance, found, tolerance, errors, repeats
+            **parts,
+            advance=advance,
+            measure=found,
+            tolerance=tolerance,
+            errors=errors,
+            repeats=repeats,
         )
         plan = tuner.make_plan(indices, seed)
     if not plan.holds:
@@ -162,7 +162,7 @@ def tune(
 
 @dataclass(eq=False)
 class Tuner:
-    """Runs a model with settings of its layers on images, inside of `unchanged(model)`.
+    """Runs a model with settings of its layers on images, inside of `running(model, ...)`.
 
     Args:
         model: The model.
@@ -180,7 +180,7 @@ class Tuner:
     options: Mapping[str, Any]
     images: Mapping[str, Tensor]
     batch_size: int
-    advance: Callable[[], None]
+    advance: Callable[[], object]
     references: dict[Any, list[Any]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -391,24 +391,43 @@ def time_attention(
     return {error: medians[str(error)] / calls for error in (None, *errors)}
 
 
-def check_tunable(
-    model: nn.Module | LoadedModel, options: Mapping[str, Any] | None
-) -> tuple[nn.Module, VisionTransformer, dict[str, Any]]:
-    """Return the module, its parts and the keyword arguments of its calls; raise if it is patched."""
+def prepare(
+    model: nn.Module | LoadedModel,
+    images: Any,
+    options: Mapping[str, Any] | None,
+    usual: Mapping[str, int],
+    batch_size: int,
+    limit: int | None,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the arguments of a `Tuner` but `advance`; raise if the model is patched.
+
+    Args:
+        model: As in `tune`, like the others.
+        images: The images.
+        options: Keyword arguments of every call.
+        usual: The number of images by device, where `limit` is None: at least two batches.
+        batch_size: The number of images in a call.
+        limit: The number of images to use.
+        seed: Seed of their order.
+
+    Returns:
+        Keyword arguments.
+    """
     module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
     vit = find_vision_transformer(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    return module, vit, dict(own if options is None else options)
-
-
-def image_limit(
-    limit: int | None, model: nn.Module, images: Mapping[str, int], batch_size: int
-) -> int:
-    """Return the number of images to use; None is that for the device, but at least two batches."""
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    device = next((p.device.type for p in module.parameters()), "cpu")
     least = 2 * check_integer("batch_size", batch_size, low=1)
-    return max(images.get(device, images["cpu"]), least) if limit is None else limit
+    limit = max(usual.get(device, usual["cpu"]), least) if limit is None else limit
+    return {
+        "model": module,
+        "vit": vit,
+        "options": dict(own if options is None else options),
+        "images": sample_images(images, model, limit, seed),
+        "batch_size": batch_size,
+    }
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
@@ -427,32 +446,28 @@ def _check_errors(errors: Any) -> tuple[float, ...]:
 
 
 @contextmanager
-def count_steps(
-    progress: Progress | bool, total: int, unit: str = " steps"
-) -> Iterator[Callable[[], None]]:
-    """Yield a function that counts a step, for a bar on a terminal or for a function."""
+def running(
+    model: nn.Module, progress: bool, total: int, unit: str
+) -> Iterator[Callable[[], object]]:
+    """Evaluate a model without gradients, and restore it however the block ends.
+
+    Args:
+        model: The model.
+        progress: Whether to show a bar on a terminal.
+        total: About how many steps there are.
+        unit: Their name.
+
+    Yields:
+        A function that counts a step.
+    """
     from tqdm import tqdm
 
-    numbers, disable = count(1), None if progress is True else True
-    with tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=disable) as bar:
-
-        def advance() -> None:
-            bar.update()
-            if callable(progress):
-                number = next(numbers)
-                progress(number, max(number, total))
-
-        yield advance
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluate the model without gradients, and restore it however the block ends."""
     training = [module for module in model.modules() if module.training]
     model.eval()
+    bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
     try:
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), tqdm(total=total, unit=unit, **bar) as steps:
+            yield steps.update
     finally:
         unpatch(model)
         for module in training:

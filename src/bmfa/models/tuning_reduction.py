@@ -12,25 +12,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bmfa.checks import check_number
-from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.flops import count_flops
-from bmfa.models.image_sample import sample_images
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
 from bmfa.models.patching import unpatch
-from bmfa.models.plan import SCHEDULED, ReductionPlan
-from bmfa.models.reducing import reduce
+from bmfa.models.plan import SCHEDULED, ReductionPlan, check_choice
+from bmfa.models.reducing import last_pass, reduce
 from bmfa.models.search import Check, Combination, Search, cheapest_path
-from bmfa.models.tuning import (
-    Progress,
-    Tuner,
-    check_tunable,
-    count_steps,
-    image_limit,
-    unchanged,
-)
+from bmfa.models.tuning import Tuner, prepare, running
 from bmfa.records import round_digits
 
 Schedule = tuple[int, ...]
@@ -65,7 +56,7 @@ def tune_reduction(
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
-    progress: Progress | bool = True,
+    progress: bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
 
@@ -94,8 +85,7 @@ def tune_reduction(
             if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
-        progress: True shows a progress bar on a terminal. A function is called with the schedules that
-            are measured and about how many there will be.
+        progress: True shows a progress bar on a terminal.
 
     Returns:
         The plan.
@@ -116,17 +106,16 @@ def tune_reduction(
         >>> model = bmfa.reduce(loaded.model, plan=plan)
     """
     target, value = check_target(gflops, agreement)
-    check_policy(policy)
-    module, vit, options = check_tunable(model, options)
-    limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed)
+    check_choice("policy", policy, SCHEDULED)
+    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
     if target == "gflops":  # nothing is validated
-        unseen = torch.cat([parts["validation"], parts["test"]])
-        parts |= {"validation": unseen[:0], "test": unseen}
+        found = parts["images"]
+        unseen = torch.cat([found["validation"], found["test"]])
+        parts["images"] = found | {"validation": unseen[:0], "test": unseen}
     # Two schedules of each block alone, and as many around the best one.
-    total = 4 * len(vit.blocks) + 8
-    with unchanged(module), count_steps(progress, total, " schedules") as advance:
-        tuner = ReductionTuner(module, vit, options, parts, batch_size, advance, policy)
+    total = 4 * len(parts["vit"].blocks) + 8
+    with running(parts["model"], progress, total, " schedules") as advance:
+        tuner = ReductionTuner(**parts, advance=advance, policy=policy)
         return tuner.make_plan(target, value, seed)
 
 
@@ -150,20 +139,15 @@ class ReductionTuner(Tuner):
         self.batches["sample"] = torch.split(
             torch.cat(list(self.batches["calibration"]))[:SAMPLED], self.batch_size
         )
-        grids: list[Grid] = []
         self.install(self.dense)  # raises if the model cannot be reduced
-        handle = self.vit.projection.register_forward_hook(
-            lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
-        )
         try:
             scores = logits(self.model, self.place(first), self.options)
+            self.grid = last_pass(self.model)[1].grid
         finally:
-            handle.remove()
             unpatch(self.model)
         if scores.dim() != 2:
             name = type(self.model).__name__
             raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
-        self.grid = grids[-1]
         # Operations are counted on a copy of the model in float32 on the CPU.
         self.counted = deepcopy(self.model).to("cpu", torch.float32)
         blocks = range(1 if self.policy == "diffrate" else 0, depth)  # its first block never merges
@@ -457,12 +441,3 @@ def check_target(gflops: object, agreement: object) -> tuple[str, float]:
     if gflops is not None:
         return "gflops", check_number("gflops", gflops, low=0.0, open_low=True)
     return "agreement", check_number("agreement", agreement, low=0.0, high=1.0, open_low=True)
-
-
-def check_policy(policy: object) -> None:
-    """Raise unless a name is that of a policy that takes a schedule."""
-    if policy not in SCHEDULED:
-        raise ValueError(
-            f"policy is {policy!r}; pass the name of a policy that takes a schedule: "
-            f"{', '.join(SCHEDULED)}"
-        )
