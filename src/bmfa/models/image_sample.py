@@ -1,7 +1,7 @@
 """A sample of the user's images, from a folder, a DataLoader or tensors, in three parts."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,31 +49,29 @@ def sample_images(
     """
     limit = check_integer("limit", limit, low=2)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
-    files = ImageFiles(images) if isinstance(images, (str, os.PathLike)) else None
+    read: Callable[[Any], Tensor] = lambda image: image  # noqa: E731
     found: Sequence[Any]
-    if files is not None:
-        preprocess = find_preprocessing(model)
+    if isinstance(images, (str, os.PathLike)):
+        files, preprocess = ImageFiles(images), find_preprocessing(model)
         if preprocess is None:
             raise ValueError(
                 f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
                 "known; pass what bmfa.load_model returns as the model, or tensors"
             )
-        found = files.entries
-    elif not isinstance(images, (Tensor, Sequence, DataLoader)):
-        raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    else:
+        found, read = files.entries, lambda entry: preprocess(files.read(entry))
+    elif isinstance(images, (Tensor, Sequence, DataLoader)):
         batches = [images] if isinstance(images, Tensor) else images
         most = limit if isinstance(images, DataLoader) else None
         found = list(islice(_each_image(batches), most))
+    else:
+        raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
     if len(found) < 2:
-        name = "images" if files is None else images
         raise ValueError(
-            f"{name} has {len(found)} images; pass at least two, because the settings are validated on "
+            f"images has {len(found)} images; pass at least two, because the settings are validated on "
             f"images on which they were not chosen: {ACCEPTED}"
         )
-    found = [found[index] for index in torch.randperm(len(found), generator=generator)[:limit]]
-    if files is not None and preprocess is not None:
-        found = [preprocess(files.read(entry)) for entry in found]
+    order = torch.randperm(len(found), generator=generator)[:limit]
+    found = [read(found[index]) for index in order]
     sizes = [f"{height}x{width}" for height, width in sorted({x.shape[-2:] for x in found})]
     if len(sizes) > 1:
         raise ValueError(

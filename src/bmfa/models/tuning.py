@@ -43,8 +43,9 @@ ERRORS = (0.01, 0.014, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2)
 IMAGES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
-# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
-CUDA_CALLS = 8
+# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model; fewer
+# if they take so many seconds.
+CUDA_CALLS, LEAST_SECONDS = 8, 1.0
 # A mean change of equal outputs may be this far below 0 by rounding.
 ROUNDING = 1e-6
 
@@ -126,29 +127,22 @@ def tune(
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
     parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
-    if not_tunable := parts["vit"].not_tunable:
+    module, vit, _, sample, _ = parts
+    if vit.not_tunable:
         raise TypeError(
-            f"{type(parts['model']).__name__} is not supported by tune: {not_tunable}; pass error= to "
+            f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
             "bmfa.patch"
         )
-    depth, calibrating = len(parts["vit"].attentions), len(parts["images"]["calibration"])
-    indices = layer_indices(layers, depth)
+    indices, calibrating = layer_indices(layers, len(vit.attentions)), len(sample["calibration"])
     if batch_size > calibrating:
         raise ValueError(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
             f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = 3 + depth + len(indices) * len(errors)
-    with running(parts["model"], progress, total, " steps") as advance, warnings.catch_warnings():
+    total = 3 + len(vit.attentions) + len(indices) * len(errors)
+    with running(module, progress, total, " steps") as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        tuner = _AttentionTuner(
-            **parts,
-            advance=advance,
-            measure=found,
-            tolerance=tolerance,
-            errors=errors,
-            repeats=repeats,
-        )
+        tuner = _AttentionTuner(*parts, advance, found, tolerance, errors, repeats)
         plan = tuner.make_plan(indices, seed)
     if not plan.holds:
         warnings.warn(
@@ -245,7 +239,6 @@ class _AttentionTuner(Tuner):
     repeats: int
     times: dict[int, Mapping[float | None, float]] = field(default_factory=dict)  # by layer
     grids: dict[int, Grid] = field(default_factory=dict)
-    dtype: str = ""
 
     def make_plan(self, layers: Sequence[int], seed: int) -> Plan:
         # What is not additive is ranked by features, and only checked by itself.
@@ -278,10 +271,7 @@ class _AttentionTuner(Tuner):
         dense_ms, planned_ms = time_model(self, batch, chosen.settings)
         if planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen = search.check(
-                problem.dense,
-                f"dense: the patched model takes {planned_ms:g} ms, and the dense one {dense_ms:g} ms",
-            )
+            chosen = search.check(problem.dense, "dense, because the patched model is not faster")
             planned_ms = dense_ms
         measured = chosen.validation_change
         if "test" in self.batches:
@@ -291,7 +281,7 @@ class _AttentionTuner(Tuner):
         return Plan(
             grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
             batch_size=len(batch),
-            dtype=self.dtype,
+            dtype=str(batch.dtype).removeprefix("torch."),
             device=str(batch.device),
             measure=self.measure.name,
             tolerance=self.tolerance,
@@ -332,29 +322,24 @@ class _AttentionTuner(Tuner):
         """
 
         def note(inputs: LayerInputs, _: object) -> None:
-            layer, grid = inputs.layer, inputs.grid
-            if self.grids.setdefault(layer, grid) != grid:
-                raise ValueError(
-                    f"layer {layer} of the model attends on grids of {self.grids[layer]} and {grid} "
-                    "tokens, and a plan is for one grid in each layer; pass error= to bmfa.patch"
-                )
-            if layer not in self.times:
+            runs.add((inputs.layer, inputs.grid))
+            if inputs.layer not in self.times:
                 found = time_attention(inputs, self.errors, self.repeats)
-                self.times[layer] = {error: round_digits(ms, 5) for error, ms in found.items()}
-                self.dtype = str(inputs.q.dtype).removeprefix("torch.")
+                self.times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
                 self.advance()
 
+        runs: set[tuple[int, Grid]] = set()
         patch(self.model, error=0.0)
         try:
             with observe(self.model, note):
                 self.measure.outputs(self.model, batch, self.options)
         finally:
             unpatch(self.model)
-        unused = set(range(len(self.vit.attentions))) - set(self.grids)
-        if unused:
+        self.grids = dict(runs)
+        if sorted(layer for layer, _ in runs) != list(range(len(self.vit.attentions))):
             raise ValueError(
-                f"layer {min(unused)} of the model did not run; a plan is for models that run every "
-                "layer in each pass; pass error= to bmfa.patch"
+                f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
+                "in each layer, all of which run in each pass; pass error= to bmfa.patch"
             )
 
 
@@ -378,17 +363,16 @@ def time_attention(
     inputs: LayerInputs, errors: Sequence[float], repeats: int
 ) -> dict[float | None, float]:
     """Return the milliseconds of exact attention (None) and of attention over tiles by error target."""
-    calls = CUDA_CALLS if inputs.q.is_cuda else 1
     names = ("q", "k", "v", "grid", "prefix", "scale", "valid")
     arguments = {name: getattr(inputs, name) for name in names}
 
     def attend(error: float | None) -> None:
-        for _ in range(calls):
-            screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
+        screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
 
     works = {str(error): partial(attend, error) for error in (None, *errors)}
-    medians = time_alternating(works, repeats, inputs.q.device)
-    return {error: medians[str(error)] / calls for error in (None, *errors)}
+    calls = CUDA_CALLS if inputs.q.is_cuda else 1
+    medians = time_alternating(works, repeats, inputs.q.device, LEAST_SECONDS, calls)
+    return {error: medians[str(error)] for error in (None, *errors)}
 
 
 def prepare(
@@ -399,8 +383,8 @@ def prepare(
     batch_size: int,
     limit: int | None,
     seed: int,
-) -> dict[str, Any]:
-    """Return the arguments of a `Tuner` but `advance`; raise if the model is patched.
+) -> tuple[nn.Module, VisionTransformer, dict[str, Any], dict[str, Tensor], int]:
+    """Return the first arguments of a `Tuner`; raise if the model is patched.
 
     Args:
         model: As in `tune`, like the others.
@@ -412,7 +396,7 @@ def prepare(
         seed: Seed of their order.
 
     Returns:
-        Keyword arguments.
+        The module, its parts, the keyword arguments of its calls, the images, their number in a call.
     """
     module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
     vit = find_vision_transformer(module)
@@ -421,13 +405,8 @@ def prepare(
     device = next((p.device.type for p in module.parameters()), "cpu")
     least = 2 * check_integer("batch_size", batch_size, low=1)
     limit = max(usual.get(device, usual["cpu"]), least) if limit is None else limit
-    return {
-        "model": module,
-        "vit": vit,
-        "options": dict(own if options is None else options),
-        "images": sample_images(images, model, limit, seed),
-        "batch_size": batch_size,
-    }
+    options = dict(own if options is None else options)
+    return module, vit, options, sample_images(images, model, limit, seed), batch_size
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:

@@ -108,14 +108,14 @@ def tune_reduction(
     target, value = check_target(gflops, agreement)
     check_choice("policy", policy, SCHEDULED)
     parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
+    module, vit, _, sample, _ = parts
     if target == "gflops":  # nothing is validated
-        found = parts["images"]
-        unseen = torch.cat([found["validation"], found["test"]])
-        parts["images"] = found | {"validation": unseen[:0], "test": unseen}
+        unseen = torch.cat([sample["validation"], sample["test"]])
+        sample.update(validation=unseen[:0], test=unseen)
     # Two schedules of each block alone, and as many around the best one.
-    total = 4 * len(parts["vit"].blocks) + 8
-    with running(parts["model"], progress, total, " schedules") as advance:
-        tuner = ReductionTuner(**parts, advance=advance, policy=policy)
+    total = 4 * len(vit.blocks) + 8
+    with running(module, progress, total, " schedules") as advance:
+        tuner = ReductionTuner(*parts, advance, policy)
         return tuner.make_plan(target, value, seed)
 
 
