@@ -51,13 +51,15 @@ def sample_images(
     generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
     read: Callable[[Any], Tensor] = lambda image: image  # noqa: E731
     found: Sequence[Any]
+    name = "images"
     if isinstance(images, (str, os.PathLike)):
         files, preprocess = ImageFiles(images), find_preprocessing(model)
         if preprocess is None:
             raise ValueError(
-                f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
+                f"images is the folder {images} and the preprocessing of the model is not "
                 "known; pass what bmfa.load_model returns as the model, or tensors"
             )
+        name = os.fspath(images)
         found, read = files.entries, lambda entry: preprocess(files.read(entry))
     elif isinstance(images, (Tensor, Sequence, DataLoader)):
         batches = [images] if isinstance(images, Tensor) else images
@@ -67,7 +69,7 @@ def sample_images(
         raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
     if len(found) < 2:
         raise ValueError(
-            f"images has {len(found)} images; pass at least two, because the settings are validated on "
+            f"{name} has {len(found)} images; pass at least two, because the settings are validated on "
             f"images on which they were not chosen: {ACCEPTED}"
         )
     order = torch.randperm(len(found), generator=generator)[:limit]

@@ -421,11 +421,6 @@ class Plan(PlanFile):
         ]
         if not self.holds:
             lines.append("the change exceeds the tolerance: pass more images (limit)")
-        if len(self.checks) > 1 or not self.errors:
-            number = self.checks.index(self.chosen) + 1
-            lines.append(
-                f"choice: combination {number} of {len(self.checks)} checked, {self.chosen.reason}"
-            )
         return lines
 
     def _format(self, change: float | None) -> str:
@@ -573,10 +568,6 @@ class ReductionPlan(PlanFile):
         ]
         if not self.holds:
             lines.append("the target is missed: pass more images (limit)")
-        if not removed:
-            lines.append(
-                "no schedule with fewer operations keeps the target: the model stays as it is"
-            )
         return lines
 
 

@@ -85,7 +85,6 @@ class Check:
         calibration_change: The change on the calibration images.
         validation_change: The change on the validation images.
         holds: True if both are within the tolerance.
-        reason: Why it was checked.
         chosen: True for the combination of the plan.
     """
 
@@ -95,7 +94,6 @@ class Check:
     calibration_change: float
     validation_change: float
     holds: bool
-    reason: str
     chosen: bool = False
 
 
@@ -116,8 +114,8 @@ class Problem(Protocol):
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the change of the whole model on the "calibration" or the "validation" images."""
 
-    def uniform(self) -> list[tuple[str, Combination]]:
-        """Return combinations with one setting for all layers, each with its name."""
+    def uniform(self) -> list[Combination]:
+        """Return combinations with one setting for all layers."""
 
 
 @dataclass(eq=False)
@@ -152,18 +150,18 @@ class Search:
         """Return the check of the result; all checks are in `checks`, in order."""
         self._approach()
         price = self.problem.price
-        for name, chosen in sorted(self.problem.uniform(), key=lambda one: price(one[1])):
+        for chosen in sorted(self.problem.uniform(), key=price):
             if self.best is not None and price(chosen) >= self.best.price:
                 break
             predicted = self._predict(chosen) or 0.0
             if self._is_checked(chosen) or predicted > MAX_PREDICTED_EXCESS * self.tolerance:
                 continue
-            if self.check(chosen, name).holds:
+            if self.check(chosen).holds:
                 self._approach()
                 break
-        return self.best or self.check(self.problem.dense, "dense")
+        return self.best or self.check(self.problem.dense)
 
-    def check(self, chosen: Combination, reason: str) -> Check:
+    def check(self, chosen: Combination) -> Check:
         """Measure a combination on both kinds of images, and set the next budget."""
         predicted = self._predict(chosen)
         calibrated, validated = (
@@ -172,7 +170,7 @@ class Search:
         )
         largest, price = max(calibrated, validated), self.problem.price(chosen)
         holds = largest <= self.tolerance
-        self.checks.append(Check(chosen, price, predicted, calibrated, validated, holds, reason))
+        self.checks.append(Check(chosen, price, predicted, calibrated, validated, holds))
         # The next budget is where the change is expected to be the tolerance.
         ratio = self.tolerance / largest if largest > 0.0 else LARGEST_STEP
         ratio = min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP)
@@ -183,7 +181,6 @@ class Search:
 
     def _approach(self) -> None:
         """Check combinations with budgets that follow from the checks before."""
-        reason = "the fastest that is predicted to hold"
         for _ in range(MOST_CHECKS):
             chosen, best = self.problem.choose(self.budget), self.best
             if best is not None and self.problem.price(chosen) > (1 - LEAST_SAVING) * best.price:
@@ -191,9 +188,7 @@ class Search:
             if self._is_checked(chosen):
                 self.budget *= SHRINK
                 continue
-            if self.checks:
-                reason = "the fastest within a budget that follows from the checks before"
-            self.check(chosen, reason if any(chosen) else "dense")
+            self.check(chosen)
 
     def _is_checked(self, chosen: Combination) -> bool:
         return any(check.settings == chosen for check in self.checks)
@@ -239,14 +234,13 @@ class SettingProblem:
         """Return the sum of the costs of a combination."""
         return sum(self.costs[key] for key in enumerate(chosen))
 
-    def uniform(self) -> list[tuple[str, Combination]]:
+    def uniform(self) -> list[Combination]:
         """Return for each error target the combination that has it where it saves time."""
-        found = []
-        for target in sorted({error for _, error in self.costs if error is not None}):
-            keys = ((layer, target) for layer in self.layers)
-            chosen = (target if key in self.costs else None for key in keys)
-            found.append((f"error={target:g} for all layers", tuple(chosen)))
-        return found
+        targets = sorted({error for _, error in self.costs if error is not None})
+        return [
+            tuple(target if (layer, target) in self.costs else None for layer in self.layers)
+            for target in targets
+        ]
 
     def choose(self, budget: float) -> Combination:
         """Return the fastest combination whose costs are within a budget.

@@ -240,7 +240,7 @@ class ReductionTuner(Tuner):
         self.advance()
         return self.change(DISAGREEMENT, images, chosen)
 
-    def uniform(self) -> list[tuple[str, Combination]]:
+    def uniform(self) -> list[Combination]:
         """Return nothing: `start` compares with even schedules."""
         return []
 
