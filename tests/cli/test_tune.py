@@ -91,7 +91,6 @@ def test_an_agreement_is_checked_and_reported_on_unseen_images(capsys, tmp_path)
 
 REFUSED = [
     ("--tolerance 5", ["tolerance is 5", "0.05 is 5 %"]),
-    ("--tolerance 0", ["tolerance is 0", "(0, 1]"]),
     ("--images no-such-folder", ["no-such-folder"]),
     ("--model timm:vit_tiny_patch16_224", ["needs --images DIR"]),
     ("--save plan.txt", ["--save plan.txt", "FILE.json"]),
@@ -103,7 +102,6 @@ REFUSED = [
     ("--batch-size 8 --limit 4", ["batch_size is 8", "smaller batch_size"]),
     ("--layers last-9", ["'last-9'"]),
     ("--gflops 0.4 --agreement 0.9", ["gflops and agreement are given"]),
-    ("--agreement 2", ["agreement is 2"]),
     ("--gflops 0.01 --limit 2", ["gflops is 0.01", "needs at least", "pass more"]),
     ("--gflops 0.4 --tolerance 0.1", ["--tolerance is for plans of attention"]),
     ("--agreement 0.9 --error 0.1", ["--error is for plans of attention"]),
@@ -117,12 +115,3 @@ def test_bad_input_ends_with_one_line(capsys):
     for arguments, words in REFUSED:
         error = refused(capsys, "tune", *arguments.split())
         assert all(word in error for word in words), error
-
-
-def test_a_folder_with_one_or_no_image_is_refused(capsys, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    assert "has 0 images" in refused(capsys, "tune", "--images", str(tmp_path))
-    image.new("RGB", (120, 112)).save(tmp_path / "one.png")
-    assert "at least two" in refused(capsys, "tune", "--images", str(tmp_path))
-    (tmp_path / "two.png").write_bytes(b"damaged")
-    assert "two.png" in refused(capsys, "tune", "--images", str(tmp_path))

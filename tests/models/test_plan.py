@@ -199,7 +199,7 @@ def test_a_plan_for_another_model_is_refused_with_the_cure():
     for make, difference, cure in (
         (timm_vit, "this one has VisionTransformer", "pass that model"),
         (lambda: embedded.EmbeddedViT(dim=24, depth=2), "layers 3", "the same arguments"),
-        (lambda: embedded.EmbeddedViT(dim=48, depth=3), "parameters", "the same arguments"),
+        (lambda: embedded.EmbeddedViT(dim=48, depth=3), "architecture", "the same arguments"),
         (lambda: small_model().double(), "float64", "model.to(torch.float32)"),
         (lambda: small_model(seed=1), "has weights", "load the weights"),
     ):

@@ -38,8 +38,7 @@ _DIGITS = 16  # of a hash in hexadecimal, 64 bits
 _REMEDIES = {
     "name": "pass that model",
     "layers": "build the model with the same arguments",
-    "parameters": "build the model with the same arguments, the size of the images apart",
-    "architecture": "build the model with the same arguments",
+    "architecture": "build the model with the same arguments, the size of the images apart",
     "dtype": "call model.to(torch.{})",
     "weights": "load the weights that it was made for",
 }
@@ -58,7 +57,6 @@ class ModelFingerprint:
     Args:
         name: The name of the class.
         layers: The number of attention layers.
-        parameters: The number of parameters.
         dtype: The dtype of the first floating-point parameter, e.g. `"float32"`.
         architecture: Hash of the names and shapes of all parameters.
         weights: Hash of a sample of the weights.
@@ -73,7 +71,6 @@ class ModelFingerprint:
 
     name: str
     layers: int
-    parameters: int
     dtype: str
     architecture: str
     weights: str
@@ -104,7 +101,6 @@ class ModelFingerprint:
         return cls(
             type(vit.tower).__qualname__,
             len(vit.attentions),
-            sum(p.numel() for p in parameters.values()),
             str(next(floating, torch.float32)).removeprefix("torch."),
             *(found.hexdigest()[:_DIGITS] for found in hashes),
         )

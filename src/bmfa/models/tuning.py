@@ -139,7 +139,7 @@ def tune(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
             f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = 3 + len(vit.attentions) + len(indices) * len(errors)
+    total = len(indices) * len(errors) + 4  # measurements of layers, and of the model
     with running(module, progress, total, " steps") as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
         tuner = _AttentionTuner(*parts, advance, found, tolerance, errors, repeats)
@@ -164,7 +164,7 @@ class Tuner:
         options: Keyword arguments of every call.
         images: (n, 3, height, width) "calibration", "validation" and "test" images.
         batch_size: The number of images in a call.
-        advance: Counts a step.
+        advance: Counts a measurement.
         references: What the unchanged model returns, by the outputs of a measure and the name of the
             images.
     """
@@ -203,7 +203,8 @@ class Tuner:
             unpatch(self.model)
 
     def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        """Return the change of the output on images."""
+        """Return the change of the output on images, which is one step."""
+        self.advance()
         key = measure.outputs, images
         if key not in self.references:
             self.references[key] = list(self.outputs(measure, images))
@@ -247,7 +248,6 @@ class _AttentionTuner(Tuner):
         depth = len(self.vit.attentions)
         for measure in dict.fromkeys((additive, self.measure)):
             self.check_deterministic(measure)
-        self.advance()
         batch = self.place(self.batches["calibration"][0])
         self.time_layers(batch)
         candidates = []
@@ -260,14 +260,12 @@ class _AttentionTuner(Tuner):
                     alone = tuple(error if index == layer else None for index in range(depth))
                     change = self.change(additive, "calibration", alone)
                 candidates.append(LayerSetting(layer, error, milliseconds, change))
-                self.advance()
         problem = SettingProblem(
             candidates, additive.power or 1, partial(self.change, self.measure)
         )
         budget = sum(problem.costs.values()) if power is None else self.tolerance**power
         search = Search(problem, self.tolerance, power, budget)
         chosen = search.run()
-        self.advance()
         dense_ms, planned_ms = time_model(self, batch, chosen.settings)
         if planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
@@ -276,7 +274,6 @@ class _AttentionTuner(Tuner):
         measured = chosen.validation_change
         if "test" in self.batches:
             measured = self.change(self.measure, "test", chosen.settings)
-        self.advance()
         saved = problem.price(problem.dense) - chosen.price
         return Plan(
             grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
@@ -326,7 +323,6 @@ class _AttentionTuner(Tuner):
             if inputs.layer not in self.times:
                 found = time_attention(inputs, self.errors, self.repeats)
                 self.times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
-                self.advance()
 
         runs: set[tuple[int, Grid]] = set()
         patch(self.model, error=0.0)

@@ -170,7 +170,6 @@ class ReductionTuner(Tuner):
     def kl(self, schedule: Schedule, images: str = "calibration") -> float:
         """Return the output KL on images, measured once."""
         if any(schedule) and (schedule, images) not in self.kls:
-            self.advance()
             self.kls[schedule, images] = self.change(MEASURES["logits"], images, schedule)
         return self.kls.get((schedule, images), 0.0)
 
@@ -237,7 +236,6 @@ class ReductionTuner(Tuner):
 
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the share of images whose class changes."""
-        self.advance()
         return self.change(DISAGREEMENT, images, chosen)
 
     def uniform(self) -> list[Combination]:
