@@ -106,6 +106,21 @@ def test_a_measure_of_unknown_addition_is_only_checked():
         assert all(row.predicted_change is None for row in search.checks)
 
 
+def test_a_measure_that_jumps_is_approached():
+    """As the share of images whose class changes, it says nothing of how far the tolerance is."""
+    ratios = []
+    for seed in range(CASES):
+        model = Simulated(seed, largest_factor=1.0)
+        optimum = model.price(model.choose(model.tolerance**2))
+        smooth = model.measure
+        model.measure = lambda images, chosen, m=model, f=smooth: float(
+            f(images, chosen) > m.tolerance
+        )
+        search = Search(model, 1e-9, None, sum(model.costs.values()))
+        ratios.append(search.run().price / optimum)
+    assert 0.99 < min(ratios) and max(ratios) < 1.03, ratios
+
+
 def test_nothing_that_holds_leaves_all_layers_dense():
     """Nothing changes the calibration images, so nothing is known of how the measure grows."""
     candidates = [LayerSetting(0, None, 1.0, 0.0), LayerSetting(0, 0.1, 0.5, 0.0)]

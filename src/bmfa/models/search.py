@@ -140,6 +140,8 @@ class Search:
     power: int | None
     budget: float
     checks: list[Check] = field(default_factory=list)
+    held: float = 0.0  # the largest cost that held
+    failed: float = math.inf  # the least cost that failed
 
     @property
     def best(self) -> Check | None:
@@ -171,12 +173,7 @@ class Search:
         largest, price = max(calibrated, validated), self.problem.price(chosen)
         holds = largest <= self.tolerance
         self.checks.append(Check(chosen, price, predicted, calibrated, validated, holds))
-        # The next budget is where the change is expected to be the tolerance.
-        ratio = self.tolerance / largest if largest > 0.0 else LARGEST_STEP
-        ratio = min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP)
-        self.budget = self.problem.cost(chosen) * ratio ** (self.power or 1)
-        if not holds:
-            self.budget *= SHRINK ** sum(not check.holds for check in self.checks)
+        self._adjust_budget(self.problem.cost(chosen), largest)
         return self.checks[-1]
 
     def _approach(self) -> None:
@@ -198,6 +195,18 @@ class Search:
         if self.power is None:
             return None
         return round_digits(self.problem.cost(chosen) ** (1.0 / self.power), 6)
+
+    def _adjust_budget(self, cost: float, change: float) -> None:
+        """Set the budget to where the change is expected to be the tolerance."""
+        ratio = self.tolerance / change if change > 0.0 else LARGEST_STEP
+        self.budget = min(max(ratio, 1 / LARGEST_STEP), LARGEST_STEP) ** (self.power or 1) * cost
+        if ratio >= 1.0:
+            self.held = max(self.held, cost)
+        else:
+            self.budget *= SHRINK ** sum(not check.holds for check in self.checks)
+            self.failed = min(self.failed, cost)
+        if not self.held < self.budget < self.failed:
+            self.budget = math.sqrt((self.held or self.failed / LARGEST_STEP) * self.failed)
 
 
 @dataclass(eq=False)
