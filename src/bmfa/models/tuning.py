@@ -43,9 +43,8 @@ ERRORS = (0.01, 0.014, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2)
 IMAGES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
-# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model; fewer
-# if they take so many seconds.
-CUDA_CALLS, LEAST_SECONDS = 8, 1.0
+# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
+CUDA_CALLS = 8
 # A mean change of equal outputs may be this far below 0 by rounding.
 ROUNDING = 1e-6
 
@@ -359,16 +358,17 @@ def time_attention(
     inputs: LayerInputs, errors: Sequence[float], repeats: int
 ) -> dict[float | None, float]:
     """Return the milliseconds of exact attention (None) and of attention over tiles by error target."""
+    calls = CUDA_CALLS if inputs.q.is_cuda else 1
     names = ("q", "k", "v", "grid", "prefix", "scale", "valid")
     arguments = {name: getattr(inputs, name) for name in names}
 
     def attend(error: float | None) -> None:
-        screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
+        for _ in range(calls):
+            screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
 
     works = {str(error): partial(attend, error) for error in (None, *errors)}
-    calls = CUDA_CALLS if inputs.q.is_cuda else 1
-    medians = time_alternating(works, repeats, inputs.q.device, LEAST_SECONDS, calls)
-    return {error: medians[str(error)] for error in (None, *errors)}
+    medians = time_alternating(works, repeats, inputs.q.device)
+    return {error: medians[str(error)] / calls for error in (None, *errors)}
 
 
 def prepare(
