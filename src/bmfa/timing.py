@@ -12,6 +12,7 @@ Work = Callable[[], object]
 # A graph holds about 20 ms of calls, so that the launch of the graph (some 10 us) is below 0.1 %, and
 # at most 20 calls, which bounds its memory.
 GRAPH_MILLISECONDS, MOST_CALLS = 20.0, 20
+MOST_IN_ROW = 50  # calls in a sample of a CPU, at most
 # Calls before a measurement: the first compiles and fills caches, two more reach steady clocks.
 WARM_UP = 3
 
@@ -51,31 +52,22 @@ def time_call(work: Work, repeats: int, device: torch.device) -> tuple[float, fl
     eager = median_milliseconds(work, repeats, device)
     calls = max(1, min(MOST_CALLS, round(GRAPH_MILLISECONDS / max(eager, 1e-3))))
     graph = capture_calls(work, calls)
-    return (eager if graph is None else graph.median_milliseconds(repeats)), eager
+    if graph is None:
+        return eager, eager
+    times = [_replay_milliseconds(graph) / calls for _ in range(1 + repeats)]
+    return statistics.median(times[1:]), eager
 
 
-class CapturedCalls:
-    """Several calls of a function in one CUDA graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int) -> None:
-        self.graph, self.calls = graph, calls
-
-    def milliseconds(self) -> float:
-        """Return the time of a call, from one replay."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / self.calls
-
-    def median_milliseconds(self, repeats: int) -> float:
-        """Return the median time of a call over several replays, after one warm-up replay."""
-        self.milliseconds()
-        return statistics.median(self.milliseconds() for _ in range(repeats))
+def _replay_milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
 
 
-def capture_calls(work: Work, calls: int) -> CapturedCalls | None:
+def capture_calls(work: Work, calls: int) -> torch.cuda.CUDAGraph | None:
     """Capture calls in a CUDA graph; return None if the function synchronizes with the device."""
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -92,15 +84,11 @@ def capture_calls(work: Work, calls: int) -> CapturedCalls | None:
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return CapturedCalls(graph, calls)
+    return graph
 
 
 def time_alternating(
-    works: Mapping[str, Work],
-    repeats: int,
-    device: torch.device,
-    least_seconds: float = 0.0,
-    most_calls: int = 1,
+    works: Mapping[str, Work], repeats: int, device: torch.device, least_seconds: float = 0.0
 ) -> dict[str, float]:
     """Return the median milliseconds of calls that take turns, so that drift affects all alike.
 
@@ -108,29 +96,28 @@ def time_alternating(
         works: Functions to call.
         repeats: Number of samples of each.
         device: Device on which the functions run.
-        least_seconds: Duration of a sample: as many calls in a row as that takes.
-        most_calls: Most calls in a sample.
+        least_seconds: Duration of a sample: as many calls in a row as that takes, at most MOST_IN_ROW.
     """
+
+    def seconds(work: Work, calls: int) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronize(device)
+        return time.perf_counter() - start
+
     samples: dict[str, list[float]] = {name: [] for name in works}
     calls = dict.fromkeys(works, 1)
     for name, work in works.items():
         work()
-        if most_calls > 1:
-            once = _seconds(work, device, 1)
-            calls[name] = max(1, min(most_calls, int(least_seconds / max(once, 1e-9)) + 1))
+        if least_seconds:
+            once = max(seconds(work, 1), 1e-9)
+            calls[name] = min(MOST_IN_ROW, int(least_seconds / once) + 1)
     for _ in range(repeats):
         for name, work in works.items():
-            samples[name].append(1e3 * _seconds(work, device, calls[name]) / calls[name])
+            samples[name].append(1e3 * seconds(work, calls[name]) / calls[name])
     return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def _seconds(work: Work, device: torch.device, calls: int) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def synchronize(device: torch.device) -> None:

@@ -312,8 +312,12 @@ def test_constant_keys_lose_nothing(backend: Backend) -> None:
         rounding = 1e-13 if dtype == torch.float64 else 70 * 6e-8 * float(case.v.abs().max())
         assert float((got.output - case.dense()).abs().max()) < rounding
         assert int(got.expanded_count.sum()) == (0 if budget != {"error": 0.0} else 2 * 4 * 4)
+    case = case.set(error=0.05)
     spread = replace(case, k=case.k[:, :, :1].expand_as(case.k))  # a stride of 0 over the tokens
-    assert same(backend.run(spread), backend.run(replace(spread, k=spread.k.clone())))
+    got, copied = backend.run(spread), backend.run(replace(spread, k=spread.k.clone()))
+    # SDPA, which eager runs, may take another kernel.
+    assert float((got.output - copied.output).abs().max()) < rounding
+    assert torch.equal(got.expanded, copied.expanded)
 
 
 def test_huge_keys(backend: Backend) -> None:

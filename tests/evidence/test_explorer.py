@@ -16,14 +16,13 @@ import chromium
 from bmfa.cli import main
 from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence import report
+from bmfa.evidence.explorer import run as explorer_run
 from bmfa.evidence.explorer.packing import LARGEST, pack_head
 from bmfa.evidence.explorer.page import RULES, build_explorer
 from bmfa.evidence.explorer.run import Exploration, ExploredLayer, run
 from bmfa.grid import Grid
-from bmfa.models import LoadedModel, embedded, load_model
-from bmfa.models.preprocessing import Preprocessing
+from bmfa.models import embedded, load_model
 from bmfa.records import Record
-from models.packed_models import hiera
 
 # Thresholds of every rule on the seeded fields: 0, where rounding decides, and ordinary ones.
 THRESHOLDS = (0.0, 1e-4, 3e-3, 0.02, 0.15, 1.0)
@@ -159,15 +158,25 @@ def test_the_report_explores_the_first_image_of_its_run(tmp_path):
     assert report.explore(own).title == "first.png"
 
 
-def test_layers_that_are_not_one_grid_are_left_out_and_named():
-    model, size = hiera().eval(), (64, 128)
-    image = LabelledImage("noise", np.zeros((*size, 3), np.uint8))
-    found = run(LoadedModel("hiera", model, Preprocessing(size, 1.0)), image, layers="all")
-    left_out = found.record.settings["left_out"]
-    assert any("fewer queries than keys" in reason for reason in left_out), left_out
-    shown = [layer.layer for layer in found.layers]
-    assert shown and len(shown) + len(left_out) == found.depth
-    assert all(f"layer {layer} " not in " ".join(left_out) for layer in shown)
+def test_layers_that_are_not_one_grid_are_left_out_and_named(monkeypatch):
+    observe = explorer_run._observe_layer
+    changes = {
+        "attends inside of windows or over several grids": lambda call: [call, call],
+        "attends over several images at once": lambda call: [
+            replace(call, grid=Grid(8, 16, frames=2))
+        ],
+        "has fewer queries than keys": lambda call: [replace(call, q=call.q[:, :, :65])],
+    }
+
+    def observed(model, pixels, layer):
+        (call,) = observe(model, pixels, layer)
+        return list(changes.values())[layer](call) if layer < len(changes) else [call]
+
+    monkeypatch.setattr(explorer_run, "_observe_layer", observed)
+    found = run(load_model("embedded"), EmbeddedImages(1)[0], layers="all")
+    left_out = [f"layer {index} {reason}" for index, reason in enumerate(changes)]
+    assert found.record.settings["left_out"] == left_out[::-1]
+    assert [layer.layer for layer in found.layers] == list(range(len(changes), found.depth))
 
 
 def test_the_page_refers_to_no_other_host_and_names_the_toy_model(exploration, page_file):

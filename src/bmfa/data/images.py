@@ -197,6 +197,8 @@ def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.
         raise ImageError(
             f"{name} cannot be decoded: it is not {_ACCEPTED}, or damaged; convert it to one of them"
         ) from None
+    except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
+        raise ImageError(f"{name} is refused: {str(error).rstrip('.')}; make it smaller") from error
     except Exception as error:
         # Decoders raise any exception on damaged data.
         reason = str(error).replace("\n", " ")

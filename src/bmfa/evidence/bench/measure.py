@@ -138,6 +138,6 @@ def run_as_timed(work: Callable[[], Result], device: torch.device) -> tuple[Resu
     if graph is None:
         measured()
     else:
-        graph.milliseconds()
+        graph.replay()
     torch.cuda.synchronize(device)
     return calls[0]

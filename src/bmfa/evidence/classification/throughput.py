@@ -23,7 +23,7 @@ TIMING = (
     "run"
 )
 # A sample lasts at least 0.1 s or 50 calls, so that the clock's own time does not count.
-SAMPLE_SECONDS, MOST_CALLS = 0.1, 50
+SAMPLE_SECONDS = 0.1
 END_TO_END_BATCHES = 2
 
 
@@ -70,7 +70,7 @@ def model_times(
     in a graph, because launching takes longer than small models do, unless it waits for the device.
     """
     if device.type != "cuda":
-        medians = time_alternating(works, repeats, device, SAMPLE_SECONDS, MOST_CALLS)
+        medians = time_alternating(works, repeats, device, SAMPLE_SECONDS)
         return {name: (milliseconds, "eager") for name, milliseconds in medians.items()}
     times = {name: time_call(work, repeats, device) for name, work in works.items()}
     return {name: (ms, "eager" if ms == eager else "graph") for name, (ms, eager) in times.items()}
