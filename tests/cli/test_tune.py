@@ -27,7 +27,7 @@ def test_the_table_is_printed_and_the_files_are_written(capsys, tmp_path):
     main([*QUICK, *f"{files} --tolerance 0.05 --device cpu".split()])
     printed = capsys.readouterr().out
     plan, record = Plan.load(plan_file), json.loads(record_file.read_text())
-    assert plan.tolerance == 0.05 and len(plan.layers) == 8 and len(plan.times) == 8
+    assert plan.tolerance == 0.05 and len(plan.layers) == 8
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert record["experiment"] == "tune" and len(record["rows"]) == len(plan.candidates)
     heading = "layer setting change_alone milliseconds dense_milliseconds speedup"
@@ -81,15 +81,16 @@ def test_an_agreement_is_checked_and_reported_on_unseen_images(capsys, tmp_path)
     for changes, parts in (
         ({}, ("for an agreement of 50.0 %", "1 test images: ")),
         ({"agreement": 0.4}, ("target is missed",)),
-        ({"test_images": 0, "schedule": (0,) * 8}, ("2 validation images: ", "stays as it is")),
+        (
+            {"test_images": 0, "schedule": (0,) * 8},
+            ("px for an agreement of 50.0 %: 0 of", "2 validation images: "),
+        ),
     ):
         assert all(part in "\n".join(replace(plan, **changes).notes()) for part in parts)
 
 
 REFUSED = [
     ("--tolerance 5", ["tolerance is 5", "0.05 is 5 %"]),
-    ("--tolerance 0", ["tolerance is 0", "(0, 1]"]),
-    ("--tolerance nan", ["tolerance is nan"]),
     ("--images no-such-folder", ["no-such-folder"]),
     ("--model timm:vit_tiny_patch16_224", ["needs --images DIR"]),
     ("--save plan.txt", ["--save plan.txt", "FILE.json"]),
@@ -97,13 +98,10 @@ REFUSED = [
     ("--measure psnr", ["'psnr'", "features"]),
     ("--dtype int8", ["'int8'", "bfloat16"]),
     ("--limit 1", ["limit is 1"]),
-    ("--limit 0", ["limit is 0"]),
     ("--seed -1", ["seed is -1"]),
     ("--batch-size 8 --limit 4", ["batch_size is 8", "smaller batch_size"]),
     ("--layers last-9", ["'last-9'"]),
     ("--gflops 0.4 --agreement 0.9", ["gflops and agreement are given"]),
-    ("--gflops 0", ["gflops is 0"]),
-    ("--agreement 2", ["agreement is 2"]),
     ("--gflops 0.01 --limit 2", ["gflops is 0.01", "needs at least", "pass more"]),
     ("--gflops 0.4 --tolerance 0.1", ["--tolerance is for plans of attention"]),
     ("--agreement 0.9 --error 0.1", ["--error is for plans of attention"]),
@@ -117,12 +115,3 @@ def test_bad_input_ends_with_one_line(capsys):
     for arguments, words in REFUSED:
         error = refused(capsys, "tune", *arguments.split())
         assert all(word in error for word in words), error
-
-
-def test_a_folder_with_one_or_no_image_is_refused(capsys, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    assert "has 0 images" in refused(capsys, "tune", "--images", str(tmp_path))
-    image.new("RGB", (120, 112)).save(tmp_path / "one.png")
-    assert "at least two" in refused(capsys, "tune", "--images", str(tmp_path))
-    (tmp_path / "two.png").write_bytes(b"damaged")
-    assert "two.png" in refused(capsys, "tune", "--images", str(tmp_path))

@@ -11,20 +11,19 @@ from bmfa.records import Record
 pytest.importorskip("matplotlib")
 from bmfa.evidence.tuning.figures import tuning
 
-DENSE = tuple(LayerSetting(i, None, 1.0, 0.0) for i in range(3))
-
 
 def plan(errors=(0.01, 0.02, 0.03, 0.05, 0.1, 0.2)):
-    layers = 3
-    dense = [LayerSetting(i, None, 2.0, 0.0) for i in range(layers)]
+    """Layers 1 and 2 have an error of 0.03."""
+    made = plan_for(small_model(), {})
     tiled = [
         LayerSetting(i, e, 2.0 - 5 * e, e / (i + 2) if i else None)
-        for i in range(layers)
+        for i in range(3)
         for e in errors
     ]
-    chosen = (dense[0], *(s for s in tiled if s.layer and s.error == 0.03))
-    made = plan_for(small_model(), {})
-    return replace(made, layers=chosen, candidates=(*dense, *tiled))
+    settings = (None, 0.03, 0.03) if 0.03 in errors else (None,) * 3
+    checks = (replace(made.checks[0], settings=settings),)
+    dense = (LayerSetting(i, None, 2.0, 0.0) for i in range(3))
+    return replace(made, candidates=(*dense, *tiled), checks=checks)
 
 
 def test_the_figure_shows_targets_tolerance_and_speed():
@@ -34,20 +33,20 @@ def test_the_figure_shows_targets_tolerance_and_speed():
 
 
 def test_every_kind_of_plan_can_be_drawn():
-    for change in (
-        {"measure": "logits"},
-        {"measure": "lost_overlap", "predicted_change": None},
-        {"candidates": DENSE, "layers": DENSE},
+    for made in (
+        replace(plan(), measure="logits"),
+        replace(plan(), measure="lost_overlap"),
+        plan(errors=()),
     ):
-        made = replace(plan(), **change)
+        predicted = None if made.measure == "lost_overlap" else 0.02
         checks = tuple(
             replace(
                 made.checks[0],
-                predicted_change=made.predicted_change,
+                predicted_change=predicted,
                 validation_change=measured,
                 chosen=measured == 0.01,
             )
-            for measured in (None, 0.05, 0.01)
+            for measured in (0.05, 0.01)
         )
         record = replace(made, checks=checks).to_record()
         for narrow in (False, True):

@@ -22,6 +22,7 @@ from bmfa.models.measures import MEASURES
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
+from models.tuned_models import given_times
 
 EXACT: tuple[dict[str, Any], ...] = (
     {"leaves": 1.0, "allow_dense": False},
@@ -174,16 +175,15 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
     # Tuned by its masks: the points are arguments of every call.
     prompts = {name: value for name, value in inputs.items() if name != "pixel_values"}
     times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(3)}
-    plan = bmfa.tune(
-        model,
-        torch.randn(2, 3, 64, 64),
-        1.0,
-        lambda reference, output: float((output.pred_masks - reference.pred_masks).abs().max()),
-        options=prompts,
-        errors=[0.3],
-        times=times,
-        repeats=1,
-    )
+    with given_times(times):
+        plan = bmfa.tune(
+            model,
+            torch.randn(2, 3, 64, 64),
+            1.0,
+            lambda reference, output: float((output.pred_masks - reference.pred_masks).abs().max()),
+            options=prompts,
+            errors=[0.3],
+        )
     assert plan.grids == ((8, 8), (4, 4), (4, 4)) and set(plan.errors) == {0, 1, 2}
 
 
@@ -235,8 +235,8 @@ TUNED = {
 
 def tuned_plan(model: nn.Module, pixels: Tensor, layers: int) -> bmfa.Plan:
     times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(layers)}
-    options: dict[str, Any] = {"errors": [0.3], "repeats": 1, "progress": False}
-    return bmfa.tune(model, pixels, 1.0, times=times, **options)
+    with given_times(times):
+        return bmfa.tune(model, pixels, 1.0, errors=[0.3], progress=False)
 
 
 def tokens(model: nn.Module, pixels: Tensor) -> Tensor:
@@ -257,7 +257,6 @@ def test_plans_have_a_grid_for_each_layer_and_other_sizes_run_dense(tmp_path: Pa
         full = tokens(model, pixels)
         plan = tuned_plan(model, pixels, len(grids))
         assert plan.grids == tuple(grids) and plan.errors == dict.fromkeys(range(len(grids)), 0.3)
-        assert plan.grid == (grids[0] if len(set(grids)) == 1 else None)
         assert torch.equal(tokens(model, pixels), full)
         plan.save(tmp_path / "plan.json")
         planned = tokens(patch(model, plan=tmp_path / "plan.json"), pixels)

@@ -31,26 +31,25 @@ def test_the_file_is_readable_and_loads_the_same_plan(tmp_path):
     assert Plan.load(path) == plan and list(path.parent.iterdir()) == [path]
     text = path.read_text()
     data = json.loads(text)
-    assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 3, DEPTH)
+    assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 4, DEPTH)
     assert data["environment"]["torch"] and data["grids"] == [[14, 14]] * DEPTH
-    assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01, ' in text
+    assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01}' in text
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(plan, seed=float("nan")).save(path)
     assert path.read_text() == text
 
 
-def test_totals_and_times_follow_from_the_settings():
+def test_totals_follow_from_the_settings():
     plan = plan_for(small_model(), {0: 0.3, 2: 0.05})
     assert plan.errors == {0: 0.3, 2: 0.05}
-    assert plan.speedup == pytest.approx(4 / 3) and plan.predicted_speedup == pytest.approx(1.6)
-    assert plan.times == {0: {0.3: 0.5, None: 1.0}, 1: {None: 1.0}, 2: {0.05: 0.5, None: 1.0}}
+    assert plan.speedup == pytest.approx(4 / 3)
+    assert [setting.error for setting in plan.layers] == [0.3, None, 0.05]
+    assert (plan.predicted_change, plan.validation_change) == (0.017, 0.016)
     assert plan.holds and not replace(plan, measured_change=0.031).holds
-    assert plan.expected_change == pytest.approx(((2 * 0.017**2 + 0.016**2) / 3) ** 0.5)
-    measured = replace(plan.checks[0], calibration_change=0.02)
-    expected = replace(plan, checks=(measured,), measure="logits").expected_change
-    assert expected == pytest.approx((2 * 0.02 + 0.016) / 3)
     record = plan.to_record()
-    assert [row["setting"] for row in record.rows if row["chosen"]] == ["error=0.3", "error=0.05"]
+    assert [row["setting"] for row in record.rows if row["chosen"]] == [
+        *("error=0.3", "dense", "error=0.05")
+    ]
     assert json.loads(record.to_json())["settings"]["tolerance"] == 0.03
 
 
@@ -61,14 +60,12 @@ def test_a_plan_prints_its_table():
     assert lines[1].split() == ["0", "error=0.3", "1.00", "%", "0.5", "1.0", "2.00x"]
     for changes, parts in (
         ({}, ["1 of 3 layers", "1.70 % predicted", "1.60 % measured", "(1.60x)", "(1.33x)"]),
-        ({}, ["test images: 1.67 % expected, 1.80 % measured on 1"]),
+        ({}, ["test images: 1.80 % measured on 1"]),
         ({"measured_change": 0.031}, ["exceeds the tolerance"]),
-        ({"test_images": 0}, ["fewer than six"]),
+        ({"test_images": 0}, ["test images: none, because fewer than six"]),
         ({"measure": "logits"}, ["0.016 nats measured"]),
     ):
         assert all(part in " ".join(replace(plan, **changes).notes()) for part in parts)
-    html = replace(plan, measure="<b>")._repr_html_()
-    assert html.startswith("<table>") and html.count("<tr>") == 1 + DEPTH and "<b>" not in html
 
 
 @pytest.mark.filterwarnings("ignore:screened_attention measured")  # a target may be missed
@@ -130,13 +127,13 @@ def refusal(kind: type, path) -> str:
         plan = kind.load(path)
     except ValueError as error:
         return str(error)
-    assert str(plan) and plan._repr_html_() and plan.to_record() and plan == kind.load(path)
+    assert str(plan) and plan.to_record() and plan == kind.load(path)
     return ""
 
 
 def test_a_damaged_file_is_refused_with_the_name_of_the_field_or_does_all_a_plan_does(tmp_path):
     path, model = tmp_path / "plan.json", small_model()
-    reduction = bmfa.tune_reduction(model, smooth_images(4), agreement=0.5, rounds=0)
+    reduction = bmfa.tune_reduction(model, smooth_images(4), agreement=0.5)
     refused = 0
     for plan in (plan_for(model, {0: 0.3, 2: 0.05}), reduction):
         for *place, key in paths(json.loads(plan.to_json())):
@@ -156,13 +153,13 @@ def test_a_damaged_file_is_refused_with_the_name_of_the_field_or_does_all_a_plan
 
 
 FILES = [
-    (lambda p: p.write_text(p.read_text().replace('"version": 3', '"version": 1')), "version 1"),
+    (lambda p: p.write_text(p.read_text().replace('"version": 4', '"version": 1')), "version 1"),
     (lambda p: p.write_text(p.read_text().replace('"attention"', '"x"')), "plan 'x'"),
     (lambda p: p.write_text(p.read_text().replace("tolerance", "x")), "field 'tolerance'"),
-    (lambda p: p.write_text(p.read_text()[:-20]), "is not JSON"),
-    (lambda p: p.write_text("[" * 100_000), "is not JSON"),
-    (lambda p: p.write_bytes(b"\xff\xfe\x00"), "is not JSON"),
-    (lambda p: p.write_text("[1]"), "is not a plan"),
+    (lambda p: p.write_text(p.read_text()[:-20]), "is not a plan, or damaged"),
+    (lambda p: p.write_text("[" * 100_000), "is not a plan, or damaged"),
+    (lambda p: p.write_bytes(b"\xff\xfe\x00"), "is not a plan, or damaged"),
+    (lambda p: p.write_text("[1]"), "is not of the type dict"),
     (lambda p: p.unlink(), "cannot be read"),
     (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
 ]
@@ -200,11 +197,11 @@ def test_a_plan_fits_the_same_weights_however_the_model_was_built():
 def test_a_plan_for_another_model_is_refused_with_the_cure():
     plan = plan_for(small_model(), {0: 0.3})
     for make, difference, cure in (
-        (timm_vit, "the model has VisionTransformer", "pass that model"),
-        (lambda: embedded.EmbeddedViT(dim=24, depth=2), "3 layers", "the same arguments"),
-        (lambda: embedded.EmbeddedViT(dim=48, depth=3), "parameters", "the same arguments"),
+        (timm_vit, "this one has VisionTransformer", "pass that model"),
+        (lambda: embedded.EmbeddedViT(dim=24, depth=2), "layers 3", "the same arguments"),
+        (lambda: embedded.EmbeddedViT(dim=48, depth=3), "architecture", "the same arguments"),
         (lambda: small_model().double(), "float64", "model.to(torch.float32)"),
-        (lambda: small_model(seed=1), "it is for weights", "load the weights"),
+        (lambda: small_model(seed=1), "has weights", "load the weights"),
     ):
         model = make()
         with pytest.raises(ValueError, match="the plan does not fit") as raised:

@@ -54,10 +54,11 @@ def tune(
     """
     from bmfa.checks import check_integer
     from bmfa.models import tune_reduction
+    from bmfa.models.plan import SCHEDULED, check_choice
     from bmfa.models.tuning import IMAGES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
     from bmfa.models.tuning_reduction import IMAGES as REDUCTION_IMAGES
-    from bmfa.models.tuning_reduction import check_policy, check_target
+    from bmfa.models.tuning_reduction import check_target
 
     merging = gflops is not None or agreement is not None
     attention = {
@@ -72,7 +73,7 @@ def tune(
         check_tolerance(tolerance, measure or "features")
     if merging:
         check_target(gflops, agreement)
-        check_policy(policy or "free-energy")
+        check_choice("policy", policy or "free-energy", SCHEDULED)
     for name, path, suffix in (("--save", save, ".json"), ("--figure", figure, ".png")):
         if path is not None:
             check_file(name, path, suffix)
@@ -90,10 +91,9 @@ def tune(
     options = (merge if merging else attention) | {"batch_size": batch_size, "limit": limit}
     given = {name: value for name, value in options.items() if value is not None}
     make: Any = tune_reduction if merging else tune_attention
-    progress = output.progress("schedules" if merging else "steps") or False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes say if the plan does not hold
-        plan = make(loaded, images, seed=seed, progress=progress, **given)
+        plan = make(loaded, images, seed=seed, progress=not output.quiet, **given)
     record, rows, (first, *notes) = plan.to_record(), plan.table(), plan.notes()
     files: dict[str | Path, Any] = {}
     if save is not None:

@@ -1,7 +1,7 @@
 """A sample of the user's images, from a folder, a DataLoader or tensors, in three parts."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from bmfa.checks import check_integer
 from bmfa.data.images import ImageFiles
 from bmfa.models.loading import LoadedModel, find_preprocessing
-from bmfa.models.preprocessing import Preprocessing
 
 ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
@@ -26,9 +25,6 @@ def sample_images(
     model: nn.Module | LoadedModel,
     limit: int,
     seed: int = 0,
-    *,
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
 ) -> dict[str, Tensor]:
     """Read at most `limit` images in random order, and divide them.
 
@@ -36,12 +32,10 @@ def sample_images(
         images: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
             DataLoader of tensors, of tuples that begin with one or of dictionaries with `pixel_values`,
             or the path of a folder or zip.
-        model: The model, whose preprocessing images of a folder have by default.
+        model: The model, whose preprocessing images of a folder have.
         limit: The largest number of images. Of a DataLoader they are the first ones, of anything else
             they are drawn.
         seed: Seed of the images that are drawn, and of their order.
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder.
 
     Returns:
         (n, 3, height, width) tensors: a half of the images for "calibration", and the others for
@@ -50,42 +44,36 @@ def sample_images(
     Raises:
         TypeError: If `images` is of another type.
         ValueError: If there are fewer than two images, they differ in size, or an argument is out of
-            range or not for images of this kind.
+            range.
         ImageError: If there is no such folder, or an image that is drawn cannot be read.
     """
     limit = check_integer("limit", limit, low=2)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
-    files = ImageFiles(images) if isinstance(images, (str, os.PathLike)) else None
+    read: Callable[[Any], Tensor] = lambda image: image  # noqa: E731
     found: Sequence[Any]
-    if files is not None:
-        preprocess = find_preprocessing(model, preprocess, img_size)
+    name = "images"
+    if isinstance(images, (str, os.PathLike)):
+        files, preprocess = ImageFiles(images), find_preprocessing(model)
         if preprocess is None:
             raise ValueError(
-                f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
-                "known; pass what bmfa.load_model returns as the model, "
-                "preprocess=bmfa.models.Preprocessing(...), or tensors"
+                f"images is the folder {images} and the preprocessing of the model is not "
+                "known; pass what bmfa.load_model returns as the model, or tensors"
             )
-        found = files.entries
-    elif not isinstance(images, (Tensor, Sequence, DataLoader)):
-        raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    elif img_size is not None or preprocess is not None:
-        raise ValueError(
-            "img_size and preprocess are for images of a folder; leave them out, and pass tensors of "
-            "the size of the model"
-        )
-    else:
+        name = os.fspath(images)
+        found, read = files.entries, lambda entry: preprocess(files.read(entry))
+    elif isinstance(images, (Tensor, Sequence, DataLoader)):
         batches = [images] if isinstance(images, Tensor) else images
         most = limit if isinstance(images, DataLoader) else None
         found = list(islice(_each_image(batches), most))
+    else:
+        raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
     if len(found) < 2:
-        name = "images" if files is None else images
         raise ValueError(
             f"{name} has {len(found)} images; pass at least two, because the settings are validated on "
             f"images on which they were not chosen: {ACCEPTED}"
         )
-    found = [found[index] for index in torch.randperm(len(found), generator=generator)[:limit]]
-    if files is not None and preprocess is not None:
-        found = [preprocess(files.read(entry)) for entry in found]
+    order = torch.randperm(len(found), generator=generator)[:limit]
+    found = [read(found[index]) for index in order]
     sizes = [f"{height}x{width}" for height, width in sorted({x.shape[-2:] for x in found})]
     if len(sizes) > 1:
         raise ValueError(

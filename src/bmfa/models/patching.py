@@ -153,7 +153,7 @@ def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.M
     vit = find_vision_transformer(model)
     exact = {"error": 0.0}  # by the native kernel where that is faster
     options = dict.fromkeys(range(len(vit.attentions)), exact) | planned_options(plan.errors)
-    install_layers(model, vit, options, plan.token_grids)
+    install_layers(model, vit, options, [Grid(*sides) for sides in plan.grids])
     return model
 
 

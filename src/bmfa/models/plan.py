@@ -5,30 +5,28 @@
 """
 
 import hashlib
-import html
 import json
+import math
 import os
 import types
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
-from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.measures import MEASURES
-from bmfa.models.search import Check, LayerSetting
+from bmfa.models.search import Check, LayerSetting, Positive
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 # Names of the policies that take a schedule.
 SCHEDULED = ("tome", "pitome", "tofu", "diffrate", "crossget", "free-energy", "random-pool")
 # Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
@@ -36,6 +34,14 @@ SCHEDULED = ("tome", "pitome", "tofu", "diffrate", "crossget", "free-energy", "r
 _HASHED_ELEMENTS = 16
 _MOST = 2**53  # the largest integer of a file; all up to it are exact in any reader of JSON
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
+# What the model of a plan must share with another one, and what to do where it does not.
+_REMEDIES = {
+    "name": "pass that model",
+    "layers": "build the model with the same arguments",
+    "architecture": "build the model with the same arguments, the size of the images apart",
+    "dtype": "call model.to(torch.{})",
+    "weights": "load the weights that it was made for",
+}
 # Position embeddings are resampled to the size of the images, so they are not what identifies a model.
 _POSITIONS = ("pos_", "position")
 
@@ -51,7 +57,6 @@ class ModelFingerprint:
     Args:
         name: The name of the class.
         layers: The number of attention layers.
-        parameters: The number of parameters.
         dtype: The dtype of the first floating-point parameter, e.g. `"float32"`.
         architecture: Hash of the names and shapes of all parameters.
         weights: Hash of a sample of the weights.
@@ -62,13 +67,10 @@ class ModelFingerprint:
         >>> fingerprint = ModelFingerprint.from_model(model)
         >>> fingerprint.layers, fingerprint.dtype
         (8, 'float32')
-        >>> fingerprint.mismatch(model) is None
-        True
     """
 
     name: str
     layers: int
-    parameters: int
     dtype: str
     architecture: str
     weights: str
@@ -99,35 +101,9 @@ class ModelFingerprint:
         return cls(
             type(vit.tower).__qualname__,
             len(vit.attentions),
-            sum(p.numel() for p in parameters.values()),
             str(next(floating, torch.float32)).removeprefix("torch."),
             *(found.hexdigest()[:_DIGITS] for found in hashes),
         )
-
-    def mismatch(self, model: nn.Module) -> str | None:
-        """Say how a model differs from the one with this fingerprint.
-
-        Args:
-            model: A model that `patch` supports.
-
-        Returns:
-            A clause that names the difference and a remedy, or None if there is none.
-
-        Raises:
-            TypeError: If the model is not supported.
-        """
-        other = ModelFingerprint.from_model(model)
-        sizes = [f"{x.layers} layers and {x.parameters:,} parameters" for x in (self, other)]
-        for name, here, there, remedy in (
-            ("", self.name, other.name, "pass that model"),
-            ("", *sizes, "build the model with the same arguments, the size of the images apart"),
-            ("shapes ", self.architecture, other.architecture, "build it with the same arguments"),
-            ("", self.dtype, other.dtype, f"call model.to(torch.{self.dtype})"),
-            ("weights ", self.weights, other.weights, "load the weights that it was made for"),
-        ):
-            if here != there:
-                return f"it is for {name}{here}, and the model has {there}; {remedy}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +112,7 @@ class PlanFile:
 
     kind: ClassVar[str]
     made_by: ClassVar[str]
+    experiment: ClassVar[str]  # of the record
 
     model: ModelFingerprint
     img_size: tuple[int, int]
@@ -210,27 +187,18 @@ class PlanFile:
             >>> model = bmfa.patch(model, plan=bmfa.Plan.load("plan.json"))
             >>> os.remove("plan.json")
         """
-        saved = "pass a file that Plan.save wrote"
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            reason = error.strerror
-            raise type(error)(f"plan {path} cannot be read ({reason}); {saved}") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error}); {saved}") from None
-        if not isinstance(data, dict) or "plan" not in data:
-            raise ValueError(f"{path} is not a plan; {saved}")
-        for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
-            if (found := data.pop(name, None)) != expected:
-                raise ValueError(
-                    f"{path} has {name} {found!r}, and {expected!r} is read here; pass a file of "
-                    f"{cls.made_by}, made by this version"
-                )
-        try:
+            data = _decode(dict, json.loads(Path(path).read_text(encoding="utf-8")), "the file")
+            for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
+                if (found := data.pop(name, None)) != expected:
+                    raise ValueError(f"it has {name} {found!r}, and {expected!r} is read here")
             plan: Self = _decode(cls, data, "")
-        except (ValueError, TypeError) as error:
+        except OSError as error:
+            reason = f"{error.strerror}); pass a file that Plan.save wrote"
+            raise type(error)(f"plan {path} cannot be read ({reason}") from None
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{path} is a damaged plan: {error}; make it again with {cls.made_by}"
+                f"{path} is not a plan, or damaged: {error}; make it again with {cls.made_by}"
             ) from None
         return plan
 
@@ -250,11 +218,14 @@ class PlanFile:
             >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
             >>> plan.check_model(model)
         """
-        mismatch = self.model.mismatch(model)
-        if mismatch is not None:
-            raise ValueError(
-                f"the plan does not fit: {mismatch}, or make a plan for this model with {self.made_by}"
-            )
+        other = ModelFingerprint.from_model(model)
+        for name, remedy in _REMEDIES.items():
+            here, there = getattr(self.model, name), getattr(other, name)
+            if here != there:
+                raise ValueError(
+                    f"the plan does not fit: its model has {name} {here}, and this one has {there}; "
+                    f"{remedy.format(here)}, or make a plan for this model with {self.made_by}"
+                )
 
     def table(self) -> list[Row]:
         """Return the rows of the table that `print` shows, one for each layer or block."""
@@ -264,22 +235,28 @@ class PlanFile:
         """Return the sentences below the table: change and time, predicted and measured."""
         raise NotImplementedError
 
-    def _cells(self) -> list[list[str]]:
-        rows = self.table()
-        return [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
-
     def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self._cells(), strict=True)]
-        lines = ("  ".join(map(str.rjust, row, widths)) for row in self._cells())
+        rows = self.table()
+        cells = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(map(str.rjust, row, widths)) for row in cells)
         return "\n".join([*lines, "", *self.notes()])
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML, for notebooks."""
-        rows = ("</td><td>".join(map(html.escape, row)) for row in self._cells())
-        lines = "".join(f"<tr><td>{row}</td></tr>\n" for row in rows)
-        return f"<table>\n{lines}</table>\n<p>{'<br>'.join(map(html.escape, self.notes()))}</p>"
+    def to_record(self) -> Record:
+        """Return the plan as the record of an experiment.
+
+        Returns:
+            A record with the rows of `table`; its settings are the fields of the plan.
+
+        Example:
+            >>> ReductionPlan.load("plan.json").to_record().rows[3]  # doctest: +SKIP
+            {'block': 3, 'removed': 24, 'tokens_left': 172}
+        """
+        settings = asdict(self)
+        del settings["environment"]
+        return Record(self.experiment, settings, self.table(), self.environment)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -298,15 +275,11 @@ class Plan(PlanFile):
         device: The device, e.g. `"cpu"`.
         measure: `"features"`, `"logits"` or the name of a function.
         tolerance: The largest change of the output that was accepted.
-        layers: The chosen setting of every layer.
-        candidates: Every setting that was measured, and those interpolated between two of them.
-        predicted_change: The change that follows from the layers alone on the calibration images, None
-            for other measures than `"features"` and `"logits"`.
-        validation_change: The change of the whole model on the validation images.
+        candidates: Every setting that was measured, layer by layer.
         measured_change: The change of the whole model on the test images, which took no part in the
             choice; on the validation images if there are none.
-        checks: Every combination that was checked, in order. For `"features"` and `"logits"` the first
-            one is the fastest that is predicted to be within the tolerance.
+        checks: Every combination that was checked, in order, the plan among them. For `"features"` and
+            `"logits"` the first one is the fastest that is predicted to be within the tolerance.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
@@ -328,81 +301,43 @@ class Plan(PlanFile):
 
     kind: ClassVar[str] = "attention"
     made_by: ClassVar[str] = "bmfa.tune"
+    experiment: ClassVar[str] = "tune"
 
     grids: tuple[tuple[int, int], ...]
     batch_size: int
     dtype: str
     device: str
     measure: str
-    tolerance: float
-    layers: tuple[LayerSetting, ...]
+    tolerance: Positive
     candidates: tuple[LayerSetting, ...]
-    predicted_change: float | None
-    validation_change: float
     measured_change: float
-    dense_milliseconds: float
-    predicted_milliseconds: float
-    milliseconds: float
+    dense_milliseconds: Positive
+    predicted_milliseconds: Positive
+    milliseconds: Positive
 
     def __post_init__(self) -> None:
-        for name in (
-            *("dense_milliseconds", "predicted_milliseconds", "milliseconds", "tolerance"),
-            *("calibration_images", "validation_images", "batch_size"),
-        ):
-            check_number(name, getattr(self, name), low=0.0, open_low=True)
-        depth = self.model.layers
-        dense = sorted(s.layer for s in self.candidates if s.error is None)
-        known = sorted({s.layer for s in self.candidates})
-        chosen = [s.layer for s in self.layers]
-        for name, layers in (("layers", chosen), ("candidates", dense), ("candidates", known)):
-            if layers != list(range(depth)):
-                raise ValueError(f"{name} has layers {layers} of a model with {depth} layers")
-            for setting in getattr(self, name):
-                time = setting.milliseconds
-                check_number(f"{name}.milliseconds", time, low=0.0, open_low=True)
-        if len(self.grids) != depth or min(map(min, self.grids)) < 1:
-            raise ValueError(
-                f"grids is {self.grids}, which is not a grid for each of {depth} layers"
-            )
         if [check.holds for check in self.checks if check.chosen] != [True]:
             raise ValueError("checks has not exactly one that is chosen and holds")
+        layers = list(range(self.model.layers))
+        dense = [s.layer for s in self.candidates if s.error is None]
+        chosen, planned = [s.layer for s in self.layers], [*range(len(self.chosen.settings))]
+        for found in (dense, chosen, planned, [*range(len(self.grids))]):
+            if found != layers:
+                raise ValueError(
+                    f"candidates, checks and grids are of layers {found}, and the model has "
+                    f"{len(layers)} layers"
+                )
 
     @property
-    def holds(self) -> bool:
-        """True if the measured change is within the tolerance."""
-        return self.measured_change <= self.tolerance
+    def chosen(self) -> Check:
+        """The check of the combination of the plan."""
+        return next(check for check in self.checks if check.chosen)
 
     @property
-    def expected_change(self) -> float:
-        """The change that is expected on other images: the mean over calibration and validation images.
-
-        It is the root mean square for features. For the calibration images the predicted change counts,
-        if none was measured.
-
-        Example:
-            >>> Plan.load("plan.json").expected_change  # doctest: +SKIP
-            0.0287
-        """
-        chosen = next(check for check in self.checks if check.chosen)
-        calibrated = chosen.calibration_change
-        calibrated = chosen.predicted_change if calibrated is None else calibrated
-        if calibrated is None:  # all layers are dense
-            return self.validation_change
-        power = (MEASURES[self.measure].power if self.measure in MEASURES else None) or 1
-        total = self.calibration_images * calibrated**power
-        total += self.validation_images * self.validation_change**power
-        images = self.calibration_images + self.validation_images
-        return float((total / images) ** (1.0 / power))
-
-    @property
-    def speedup(self) -> float:
-        """The time of the unpatched model over that of the patched one, both measured."""
-        return self.dense_milliseconds / self.milliseconds
-
-    @property
-    def predicted_speedup(self) -> float:
-        """The speed-up that follows from the times of the layers."""
-        return self.dense_milliseconds / self.predicted_milliseconds
+    def layers(self) -> tuple[LayerSetting, ...]:
+        """The chosen setting of every layer."""
+        chosen = set(enumerate(self.chosen.settings))
+        return tuple(s for s in self.candidates if (s.layer, s.error) in chosen)
 
     @property
     def errors(self) -> dict[int, float]:
@@ -410,23 +345,24 @@ class Plan(PlanFile):
         return {s.layer: s.error for s in self.layers if s.error is not None}
 
     @property
-    def times(self) -> dict[int, dict[float | None, float]]:
-        """Measured milliseconds by layer and error target (None is dense), for `tune(times=...)`."""
-        times: dict[int, dict[float | None, float]] = {}
-        for setting in self.candidates:
-            if not setting.interpolated:
-                times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
-        return times
+    def predicted_change(self) -> float | None:
+        """The change that follows from the layers alone; None if the measure is a function."""
+        return self.chosen.predicted_change
 
     @property
-    def grid(self) -> tuple[int, int] | None:
-        """The height and width of the grid of tokens, None if layers have different ones."""
-        return self.grids[0] if len(set(self.grids)) == 1 else None
+    def validation_change(self) -> float:
+        """The change of the whole model on the validation images."""
+        return self.chosen.validation_change
 
     @property
-    def token_grids(self) -> tuple[Grid, ...]:
-        """The grid of tokens in every layer."""
-        return tuple(Grid(height, width) for height, width in self.grids)
+    def holds(self) -> bool:
+        """True if the measured change is within the tolerance."""
+        return self.measured_change <= self.tolerance
+
+    @property
+    def speedup(self) -> float:
+        """The time of the unpatched model over that of the patched one, both measured."""
+        return self.dense_milliseconds / self.milliseconds
 
     def table(self) -> list[Row]:
         """Return the table that `print` shows.
@@ -464,27 +400,23 @@ class Plan(PlanFile):
         """
         change, (height, width) = self._format, self.img_size
         device = self.environment.get("device_name", self.device)
+        tested = "none, because fewer than six images were given"
+        if self.test_images:
+            tested = f"{change(self.measured_change)} measured on {self.test_images}"
+        predicted_speedup = self.dense_milliseconds / self.predicted_milliseconds
         lines = [
             f"{self.measure} at {width}x{height} px, {self.dtype}, batches of {self.batch_size} on "
             f"{device}: {len(self.errors)} of {len(self.layers)} layers attend over tiles",
             f"change: {change(self.predicted_change)} predicted from {self.calibration_images} "
             f"calibration images, {change(self.validation_change)} measured on "
             f"{self.validation_images} validation images, tolerance {change(self.tolerance)}",
-            f"test images: {change(self.expected_change)} expected, "
-            + f"{change(self.measured_change)} measured on {self.test_images}"
-            if self.test_images
-            else "none, because fewer than six images were given",
+            f"test images: {tested}",
             f"time: {self.dense_milliseconds:.5g} ms dense, {self.predicted_milliseconds:.5g} ms "
-            f"predicted ({self.predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
+            f"predicted ({predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
             f"({self.speedup:.2f}x)",
         ]
         if not self.holds:
             lines.append("the change exceeds the tolerance: pass more images (limit)")
-        if len(self.checks) > 1 or not self.errors:
-            number, check = next((i, c) for i, c in enumerate(self.checks, 1) if c.chosen)
-            lines.append(
-                f"choice: combination {number} of {len(self.checks)} checked, {check.reason}"
-            )
         return lines
 
     def _format(self, change: float | None) -> str:
@@ -506,17 +438,13 @@ class Plan(PlanFile):
             >>> plan.to_record().rows[1]["setting"]
             'error=0.1'
         """
-        chosen, dense = set(self.layers), {s.layer: s for s in self.candidates if s.error is None}
+        chosen, dense = self.layers, {s.layer: s for s in self.candidates if s.error is None}
         rows = [
             {"setting": s.name, **asdict(s)}
             | {"dense_milliseconds": dense[s.layer].milliseconds, "chosen": s in chosen}
             for s in self.candidates
         ]
-        derived = ("speedup", "predicted_speedup", "expected_change")
-        settings = asdict(self) | {name: getattr(self, name) for name in derived}
-        for name in ("layers", "candidates", "environment"):
-            del settings[name]
-        return Record("tune", settings, rows, self.environment)
+        return replace(super().to_record(), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -536,14 +464,12 @@ class ReductionPlan(PlanFile):
         target_value: The GFLOPs of an image, or the share of the images that keep their class.
         full_gflops: The GFLOPs of an image in the full model.
         gflops: The GFLOPs of an image with this schedule.
-        predicted_kl: The sum of the output KL of the blocks alone, in nats.
         calibration_kl: The output KL on the calibration images: the mean divergence of the class
             probabilities from those of the full model.
         calibration_agreement: The share of these images whose class is that of the full model.
         output_kl: The output KL on images that took no part in the choice, or on the validation images
             if there are none.
         agreement: The share of the same images whose class is that of the full model.
-        alone: What was measured for each block alone: block, removed and output_kl.
         checks: Every schedule that was checked for a target of agreement, in order. The change is the
             share of images whose class is another one.
         calibration_images: The number of images on which each block alone was measured.
@@ -564,31 +490,27 @@ class ReductionPlan(PlanFile):
 
     kind: ClassVar[str] = "reduction"
     made_by: ClassVar[str] = "bmfa.tune_reduction"
+    experiment: ClassVar[str] = "tune-reduction"
 
     grid: tuple[int, int]
     policy: str
     schedule: tuple[int, ...]
     target: str
     target_value: float
-    full_gflops: float
+    full_gflops: Positive
     gflops: float
-    predicted_kl: float
     calibration_kl: float
     calibration_agreement: float
     output_kl: float
     agreement: float
-    alone: tuple[dict[str, Any], ...]
 
     def __post_init__(self) -> None:
-        check_number("full_gflops", self.full_gflops, low=0.0, open_low=True)
-        check_integer("grid", min(self.grid), low=1)
-        for name, accepted in (("policy", SCHEDULED), ("target", ("gflops", "agreement"))):
-            if (value := getattr(self, name)) not in accepted:
-                raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
+        check_choice("policy", self.policy, SCHEDULED)
+        check_choice("target", self.target, ("gflops", "agreement"))
         if len(self.schedule) != self.model.layers:  # one number would be a count for every block
-            blocks = self.model.layers
             raise ValueError(
-                f"schedule has {len(self.schedule)} numbers of tokens for {blocks} blocks of the model"
+                f"schedule has {len(self.schedule)} numbers of tokens, and the model has "
+                f"{self.model.layers} blocks"
             )
 
     @property
@@ -608,16 +530,6 @@ class ReductionPlan(PlanFile):
             return self.gflops <= self.target_value
         return self.agreement >= self.target_value
 
-    @property
-    def token_grid(self) -> Grid:
-        """The grid of tokens.
-
-        Example:
-            >>> ReductionPlan.load("plan.json").token_grid  # doctest: +SKIP
-            Grid(height=14, width=14)
-        """
-        return Grid(*self.grid)
-
     def table(self) -> list[Row]:
         """Return a row for each block: `block`, `removed` and `tokens_left`, of the spatial tokens.
 
@@ -627,7 +539,7 @@ class ReductionPlan(PlanFile):
         """
         so_far = zip(self.schedule, accumulate(self.schedule), strict=True)
         return [
-            {"block": block, "removed": removed, "tokens_left": self.token_grid.size - total}
+            {"block": block, "removed": removed, "tokens_left": math.prod(self.grid) - total}
             for block, (removed, total) in enumerate(so_far)
         ]
 
@@ -641,7 +553,7 @@ class ReductionPlan(PlanFile):
         if not self.test_images:
             tested = f"{self.validation_images} validation images"
         lines = [
-            f"{self.policy} at {width}x{height} px for {target}: {removed} of {self.token_grid.size} "
+            f"{self.policy} at {width}x{height} px for {target}: {removed} of {math.prod(self.grid)} "
             "spatial tokens are removed",
             f"operations: {self.gflops:.4g} of {self.full_gflops:.4g} GFLOPs "
             f"({100 * self.gflops / self.full_gflops:.1f} %)",
@@ -652,25 +564,13 @@ class ReductionPlan(PlanFile):
         ]
         if not self.holds:
             lines.append("the target is missed: pass more images (limit)")
-        if not removed:
-            lines.append(
-                "no schedule with fewer operations keeps the target: the model stays as it is"
-            )
         return lines
 
-    def to_record(self) -> Record:
-        """Return the plan as the record of an experiment.
 
-        Returns:
-            A record with the rows of `table`; its settings have the totals.
-
-        Example:
-            >>> plan.to_record().rows[3]  # doctest: +SKIP
-            {'block': 3, 'removed': 24, 'tokens_left': 172}
-        """
-        settings = asdict(self)
-        del settings["environment"]
-        return Record("tune-reduction", settings, self.table(), self.environment)
+def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
+    """Raise unless a value is one of those that are accepted."""
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
 
 
 def _decode(kind: Any, value: Any, name: str) -> Any:
@@ -678,8 +578,8 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # with None
         return None if value is None else _decode(arguments[0], value, name)
-    if kind is float:
-        return check_number(name, value, low=0.0)
+    if kind is float or origin is Annotated:
+        return check_number(name, value, low=0.0, open_low=origin is Annotated)
     if kind is int:
         return check_integer(name, value, low=0, high=_MOST)
     if origin is tuple:
@@ -692,7 +592,7 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
         raise ValueError(f"{name} is {value!r}, which is not of the type {expected.__name__}")
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return value
-    hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
+    hints = {one.name: get_type_hints(kind, include_extras=True)[one.name] for one in fields(kind)}
     for wrong in sorted(hints.keys() ^ value.keys()):
         what = "lacks" if wrong in hints else "does not have"
         raise ValueError(f"{name or 'a plan'} {what} the field {wrong!r}")

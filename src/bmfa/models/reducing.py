@@ -4,6 +4,7 @@ import os
 
 from torch import Tensor, nn
 
+from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
 from bmfa.models.families import find_vision_transformer, raise_not_reducible
@@ -104,7 +105,7 @@ def reduce(
         backend,
         dense=vit.reads_spatial_tokens if dense is None else dense,
         expose=dense is not False,
-        planned=None if plan is None else plan.token_grid,
+        planned=None if plan is None else Grid(*plan.grid),
     )
     for layer, (block, attention) in enumerate(zip(vit.blocks, vit.attentions, strict=True)):
         ReducedBlock(layer, vit.layout, reduction).install(block)
@@ -134,7 +135,7 @@ def final_tokens(model: nn.Module) -> int:
         >>> final_tokens(model)
         165
     """
-    return _last_pass(model)[1].tokens
+    return last_pass(model)[1].tokens
 
 
 def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
         >>> unmerge(model, torch.zeros(1, final_tokens(model), 96)).shape
         torch.Size([1, 197, 96])
     """
-    reduction, state = _last_pass(model)
+    reduction, state = last_pass(model)
     on_grid = reduction.dense or state.full_grid
     expected = reduction.passes.prefix + state.grid.size if on_grid else state.tokens
     if tokens.dim() != 3 or tokens.shape[1] != expected:
@@ -172,7 +173,7 @@ def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
     return tokens if on_grid else reduction.unmerge(state, tokens)
 
 
-def _last_pass(model: nn.Module) -> tuple[TokenReduction, ReductionState]:
+def last_pass(model: nn.Module) -> tuple[TokenReduction, ReductionState]:
     reduction = find_reduction(model)
     if reduction is None:
         raise ValueError("the model is not reduced; call bmfa.reduce(model, 'tome:8') first")

@@ -8,9 +8,8 @@ that holds widens it by what is left of the tolerance.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +18,12 @@ from bmfa.records import round_digits
 
 # The setting of every layer: an error target or None for dense attention, or a number of tokens removed.
 Combination = tuple[Any, ...]
-Costs = dict[tuple[int, float | None], float]  # by layer and error target
+Positive = Annotated[float, "above 0"]  # in the file of a plan
 
 # Combinations that are checked in one approach to the tolerance. The first few come within some percent.
 MOST_CHECKS = 12
-# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
-# the number of checks that failed.
+# After a check that failed, the budget shrinks by the ratio of tolerance and change, and by this factor
+# to the power of the number of checks that failed.
 SHRINK = 0.95
 # Largest factor between the tolerance and a change by which a budget follows it.
 LARGEST_STEP = 4.0
@@ -38,10 +37,6 @@ MAX_PREDICTED_EXCESS = 2.0
 # Steps into which the budget is divided. Costs are rounded up, so a model of 48 layers loses at most
 # 48 / 10,000 of the budget.
 BUDGET_STEPS = 10_000
-# Factor between two targets from which on a target between them is interpolated.
-LEAST_STEP = 1.25
-# The change of a layer is about proportional to its error target, so its square to the target's.
-TARGET_POWER = 2
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,6 @@ class LayerSetting:
         change: The change of the output of the model on the calibration images if no other layer is
             changed: 0 for dense attention, None if it was not measured because dense attention is as
             fast.
-        validation_change: The same on the validation images, None if it was not measured. It is measured
-            if the first combination of settings does not hold on these images.
-        interpolated: True if time and change follow from the two neighbouring targets.
 
     Example:
         >>> LayerSetting(3, 0.05, milliseconds=1.2, change=0.011).name
@@ -66,10 +58,8 @@ class LayerSetting:
 
     layer: int
     error: float | None
-    milliseconds: float
+    milliseconds: Positive
     change: float | None = None
-    validation_change: float | None = None
-    interpolated: bool = False
 
     @property
     def name(self) -> str:
@@ -92,23 +82,19 @@ class Check:
         price: The milliseconds of the attention of all layers; for merging, the GFLOPs of an image.
         predicted_change: The change that follows from the layers alone, None if it is not known how
             changes add.
-        calibration_change: The change on the calibration images, None if it was not measured because the
-            prediction is within the tolerance.
-        validation_change: The change on the validation images, None if it was not measured because the
-            one on the calibration images exceeds the tolerance.
+        calibration_change: The change on the calibration images.
+        validation_change: The change on the validation images.
         holds: True if both are within the tolerance.
         chosen: True for the combination of the plan.
-        reason: Why it was checked.
     """
 
     settings: tuple[float | None, ...]
     price: float
     predicted_change: float | None
-    calibration_change: float | None
-    validation_change: float | None
+    calibration_change: float
+    validation_change: float
     holds: bool
-    chosen: bool
-    reason: str
+    chosen: bool = False
 
 
 class Problem(Protocol):
@@ -125,17 +111,11 @@ class Problem(Protocol):
     def cost(self, chosen: Combination) -> float:
         """Return what a combination uses of the budget."""
 
-    def predicted_cost(self, chosen: Combination) -> float:
-        """Return the same on the calibration images alone."""
-
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the change of the whole model on the "calibration" or the "validation" images."""
 
-    def refine(self, chosen: Combination) -> None:
-        """Improve the costs after the first combination that failed on the validation images."""
-
-    def uniform(self) -> list[tuple[str, Combination]]:
-        """Return combinations with one setting for all layers, each with its name."""
+    def uniform(self) -> list[Combination]:
+        """Return combinations with one setting for all layers."""
 
 
 @dataclass(eq=False)
@@ -162,7 +142,6 @@ class Search:
     checks: list[Check] = field(default_factory=list)
     held: float = 0.0  # the largest cost that held
     failed: float = math.inf  # the least cost that failed
-    refined: bool = False
 
     @property
     def best(self) -> Check | None:
@@ -173,28 +152,29 @@ class Search:
         """Return the check of the result; all checks are in `checks`, in order."""
         self._approach()
         price = self.problem.price
-        for name, chosen in sorted(self.problem.uniform(), key=lambda one: price(one[1])):
+        for chosen in sorted(self.problem.uniform(), key=price):
             if self.best is not None and price(chosen) >= self.best.price:
                 break
             predicted = self._predict(chosen) or 0.0
             if self._is_checked(chosen) or predicted > MAX_PREDICTED_EXCESS * self.tolerance:
                 continue
-            if self._check(chosen, name):
+            if self.check(chosen).holds:
                 self._approach()
                 break
-        if self.best is None:
-            self._check(self.problem.dense, "dense")
-        assert self.best is not None
-        return self._choose(self.best)
+        return self.best or self.check(self.problem.dense)
 
-    def stay_dense(self, reason: str) -> Check:
-        """Choose dense attention in all layers after all."""
-        self._check(self.problem.dense, reason)
-        return self._choose(self.checks[-1])
-
-    def _choose(self, chosen: Check) -> Check:
-        self.checks = [replace(check, chosen=check is chosen) for check in self.checks]
-        return next(check for check in self.checks if check.chosen)
+    def check(self, chosen: Combination) -> Check:
+        """Measure a combination on both kinds of images, and set the next budget."""
+        predicted = self._predict(chosen)
+        calibrated, validated = (
+            self.problem.measure(images, chosen) if any(chosen) else 0.0
+            for images in ("calibration", "validation")
+        )
+        largest, price = max(calibrated, validated), self.problem.price(chosen)
+        holds = largest <= self.tolerance
+        self.checks.append(Check(chosen, price, predicted, calibrated, validated, holds))
+        self._adjust_budget(self.problem.cost(chosen), largest)
+        return self.checks[-1]
 
     def _approach(self) -> None:
         """Check combinations with budgets that follow from the checks before."""
@@ -205,15 +185,7 @@ class Search:
             if self._is_checked(chosen):
                 self.budget *= SHRINK
                 continue
-            if not any(chosen):
-                reason = "dense"
-            elif not self.checks:
-                reason = "the fastest that is predicted to hold"
-            elif best is None:
-                reason = "the fastest within a smaller budget, after a check that failed"
-            else:
-                reason = "faster settings with what was left of the tolerance"
-            self._check(chosen, reason)
+            self.check(chosen)
 
     def _is_checked(self, chosen: Combination) -> bool:
         return any(check.settings == chosen for check in self.checks)
@@ -222,27 +194,7 @@ class Search:
         """Return the change on the calibration images, None if it is not known how changes add."""
         if self.power is None:
             return None
-        return round_digits(self.problem.predicted_cost(chosen) ** (1.0 / self.power), 6)
-
-    def _check(self, chosen: Combination, reason: str) -> bool:
-        """Measure a combination on both kinds of images, and return True if it holds."""
-        predicted, changes = self._predict(chosen), dict[str, float]()
-        # Without a prediction, most combinations that fail do so on the calibration images.
-        for images in ("calibration", "validation")[:: -1 if self.power else 1]:
-            if images == "validation" or predicted is None or predicted > self.tolerance:
-                changes[images] = self.problem.measure(images, chosen) if any(chosen) else 0.0
-                if changes[images] > self.tolerance:
-                    break
-        holds = max(changes.values()) <= self.tolerance
-        if changes.get("validation", 0.0) > self.tolerance and not (self.best or self.refined):
-            self.refined, self.held, self.failed = True, 0.0, math.inf
-            self.problem.refine(chosen)
-        largest = max({"calibration": predicted or 0.0, **changes}.values())
-        self._adjust_budget(self.problem.cost(chosen), largest)
-        price = self.problem.price(chosen)
-        measured = changes.get("calibration"), changes.get("validation")
-        self.checks.append(Check(chosen, price, predicted, *measured, holds, False, reason))
-        return holds
+        return round_digits(self.problem.cost(chosen) ** (1.0 / self.power), 6)
 
     def _adjust_budget(self, cost: float, change: float) -> None:
         """Set the budget to where the change is expected to be the tolerance."""
@@ -251,7 +203,7 @@ class Search:
         if ratio >= 1.0:
             self.held = max(self.held, cost)
         else:
-            self.budget *= SHRINK ** (1 + sum(not check.holds for check in self.checks))
+            self.budget *= SHRINK ** sum(not check.holds for check in self.checks)
             self.failed = min(self.failed, cost)
         if not self.held < self.budget < self.failed:
             self.budget = math.sqrt((self.held or self.failed / LARGEST_STEP) * self.failed)
@@ -266,27 +218,22 @@ class SettingProblem:
             out.
         power: The power of the change that adds over layers.
         measure: Measures the change of a combination on calibration or validation images.
-        measure_alone: Measures the change by one layer on the validation images, in units of
-            `candidates`.
     """
 
     candidates: Sequence[LayerSetting]
     power: int
     measure: Callable[[str, Combination], float] = lambda images, chosen: math.nan
-    measure_alone: Callable[[int, float], float] = lambda layer, error: math.nan
 
     def __post_init__(self) -> None:
         self.layers: dict[int, list[LayerSetting]] = {}
-        self.milliseconds: Costs = {}
-        self.calibrated: Costs = {}
+        self.milliseconds: dict[tuple[int, float | None], float] = {}
+        self.costs: dict[tuple[int, float | None], float] = {}
         for setting in self.candidates:
             if setting.change is not None:
                 self.layers.setdefault(setting.layer, []).append(setting)
                 self.milliseconds[setting.layer, setting.error] = setting.milliseconds
-                self.calibrated[setting.layer, setting.error] = setting.change**self.power
+                self.costs[setting.layer, setting.error] = setting.change**self.power
         self.dense: Combination = (None,) * len(self.layers)
-        self.costs = self.calibrated
-        self.alone: Costs = {}  # changes on the validation images
 
     def price(self, chosen: Combination) -> float:
         """Return the milliseconds of the attention of all layers."""
@@ -296,39 +243,13 @@ class SettingProblem:
         """Return the sum of the costs of a combination."""
         return sum(self.costs[key] for key in enumerate(chosen))
 
-    def predicted_cost(self, chosen: Combination) -> float:
-        """Return the sum of the costs on the calibration images."""
-        return sum(self.calibrated[key] for key in enumerate(chosen))
-
-    def uniform(self) -> list[tuple[str, Combination]]:
+    def uniform(self) -> list[Combination]:
         """Return for each error target the combination that has it where it saves time."""
-        found = []
-        for target in sorted({error for _, error in self.calibrated if error is not None}):
-            keys = ((layer, target) for layer in self.layers)
-            chosen = (target if key in self.calibrated else None for key in keys)
-            found.append((f"error={target:g} for all layers", tuple(chosen)))
-        return found
-
-    def refine(self, chosen: Combination) -> None:
-        """Measure the layers of a combination alone on the validation images.
-
-        The costs of a layer on these images are those on the calibration images, scaled by the factor of
-        the setting that was measured on both; that of all these layers together serves the others. A
-        setting then costs the larger one of both.
-        """
-        tiled = [key for key in enumerate(chosen) if key[1] is not None]
-        self.alone = {key: self.measure_alone(*key) for key in tiled}
-        validated = {key: change**self.power for key, change in self.alone.items()}
-        total = sum(self.calibrated[key] for key in tiled)
-        overall = sum(validated.values()) / total if total > 0.0 else 1.0
-        self.costs = dict(self.calibrated)
-        for (layer, error), cost in self.calibrated.items():
-            measured, scaled = (layer, chosen[layer]), cost * overall
-            if error is not None and measured in validated:
-                scaled = validated[measured] * (error / chosen[layer]) ** TARGET_POWER
-                if self.calibrated[measured] > 0.0:
-                    scaled = cost * validated[measured] / self.calibrated[measured]
-            self.costs[layer, error] = max(cost, scaled)
+        targets = sorted({error for _, error in self.costs if error is not None})
+        return [
+            tuple(target if (layer, target) in self.costs else None for layer in self.layers)
+            for target in targets
+        ]
 
     def choose(self, budget: float) -> Combination:
         """Return the fastest combination whose costs are within a budget.
@@ -384,37 +305,3 @@ def cheapest_path(
         path.append(int(choice[state]))
         state = following[state]
     return path
-
-
-def add_between(settings: Sequence[LayerSetting]) -> list[LayerSetting]:
-    """Add a setting between every two neighbouring ones of a layer that were measured.
-
-    Its error target is the geometric mean of theirs. The change of a model is about proportional to a
-    power of the target, and the time of attention about linear in its logarithm; the check of the whole
-    model decides.
-
-    Args:
-        settings: Settings of one layer, the targets in ascending order.
-
-    Returns:
-        The settings and the added ones, in ascending order of the targets.
-
-    Example:
-        >>> between = add_between([LayerSetting(0, 0.01, 1.0, 0.02), LayerSetting(0, 0.04, 0.5, 0.08)])
-        >>> [(s.error, s.milliseconds, s.change) for s in between]
-        [(0.01, 1.0, 0.02), (0.02, 0.75, 0.04), (0.04, 0.5, 0.08)]
-    """
-    found = list(settings[:1])
-    for low, high in pairwise(settings):
-        if low.error and high.error and low.change is not None and high.change is not None:
-            middle = round_digits(math.sqrt(low.error * high.error), 2)
-            if high.error >= LEAST_STEP * low.error and low.error < middle < high.error:
-                share = math.log(middle / low.error) / math.log(high.error / low.error)
-                time = (1 - share) * low.milliseconds + share * high.milliseconds
-                change = (1 - share) * low.change + share * high.change
-                if min(low.change, high.change) > 0.0:
-                    change = low.change ** (1 - share) * high.change**share
-                time, change = round_digits(time, 5), round_digits(change, 6)
-                found.append(LayerSetting(low.layer, middle, time, change, interpolated=True))
-        found.append(high)
-    return found

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count, product
 from typing import Any
 
 import torch
@@ -30,18 +29,14 @@ from bmfa.models.patching import (
     unpatch,
 )
 from bmfa.models.plan import ModelFingerprint, Plan
-from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, add_between
+from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem
 from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize, time_alternating
 
-Progress = Callable[[int, int], None]  # steps done, of how many
-Times = Mapping[int, Mapping[float | None, float]]
-
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
-# target, so steps of a factor of 1.5 to 2 leave the optimum at most that far from a setting.
-ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+# target, so steps of a factor of 1.25 to 1.5 leave the optimum at most that far from a setting.
+ERRORS = (0.01, 0.014, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2)
 # Images that are used: half of them calibrate, the others validate and test. The change differs by a
 # factor of up to 3 between photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more
 # images predict better; on a CPU a forward pass at high resolution takes seconds.
@@ -62,25 +57,21 @@ def tune(
     *,
     errors: Sequence[float] = ERRORS,
     layers: str | Sequence[int] = "all",
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
     options: Mapping[str, Any] | None = None,
     batch_size: int = 1,
     limit: int | None = None,
     seed: int = 0,
     repeats: int = 5,
-    times: Times | None = None,
-    progress: Progress | bool = True,
+    progress: bool = True,
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
 
     Half of the images calibrate: for each layer alone and each error target, they measure the time of
-    its attention on this device and the change of the output of the model. Targets between two of
-    `errors` are interpolated. The fastest combination that is predicted to stay within the tolerance
-    is then validated end to end on a quarter of the images. If it fails there, its layers are measured
-    alone on these, too, and the next combination must be predicted to hold on both. Then layers get
-    faster settings while the check holds. A single error target for all layers that holds is never
-    predicted to be faster than the plan. A layer in which nothing is gained stays dense.
+    its attention on this device and the change of the output of the model. The fastest combination that
+    is predicted to stay within the tolerance is then validated end to end, on these and on a quarter of
+    the images. The ratio of its change to the tolerance scales what is predicted, and the next
+    combination is chosen, until no faster one holds. A single error target for all layers that holds is
+    never predicted to be faster than the plan. A layer in which nothing is gained stays dense.
 
     The last quarter tests the plan and takes no part in the choice: `plan.measured_change` is of these
     images. With fewer than six images there is no such quarter, and it is of the validation images. If
@@ -94,7 +85,8 @@ def tune(
         images: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
             a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
             `pixel_values`; or the path of a folder or zip of images. At least two images, all of
-            one size; six or more are better.
+            one size; six or more are better. Images of a folder have the preprocessing of the model
+            (of `load_model`, or of timm).
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure:
             0.03 is 3 % of the features.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
@@ -104,18 +96,13 @@ def tune(
             grows with the change, e.g. 1 - IoU; it is only checked end to end.
         errors: Error targets to try in each layer.
         layers: The layers that may change: `"all"`, `"last-K"` or indices.
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call; times are of such a batch.
         limit: The number of images to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
             are more.
         seed: Seed of which images are used, and which of them calibrate, validate and test.
         repeats: The number of times each call is timed; the median counts.
-        times: Milliseconds by layer and setting (None is dense) in place of measured ones, e.g.
-            `plan.times`. The same images, seed and times give the same settings.
-        progress: True shows a progress bar on a terminal. A function is called with the steps that are
-            done and their number.
+        progress: True shows a progress bar on a terminal.
 
     Returns:
         The plan.
@@ -130,8 +117,7 @@ def tune(
         >>> import bmfa, torch
         >>> model = bmfa.load_model("embedded").model
         >>> images = torch.rand(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
-        >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
-        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], times=times)
+        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], repeats=1)
         >>> plan.measured_change <= 0.05
         True
         >>> patched = bmfa.patch(model, plan=plan)
@@ -139,29 +125,24 @@ def tune(
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
-    module, vit, options = check_tunable(model, options)
+    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
+    module, vit, _, sample, _ = parts
     if vit.not_tunable:
         raise TypeError(
             f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
             "bmfa.patch"
         )
-    indices = layer_indices(layers, len(vit.attentions))
-    if times is not None:
-        _check_times(times, indices, errors)
-    limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
-    if batch_size > len(parts["calibration"]):
+    indices, calibrating = layer_indices(layers, len(vit.attentions)), len(sample["calibration"])
+    if batch_size > calibrating:
         raise ValueError(
-            f"batch_size is {batch_size} and {len(parts['calibration'])} images calibrate; pass at "
-            f"least {2 * batch_size} images (and limit), or a smaller batch_size"
+            f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
+            f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = 3 + len(vit.attentions) + len(indices) * len(errors)
-    with unchanged(module), count_steps(progress, total) as advance, warnings.catch_warnings():
+    total = len(indices) * len(errors) + 4  # measurements of layers, and of the model
+    with running(module, progress, total, " steps") as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        tuner = _AttentionTuner(
-            module, vit, options, parts, batch_size, advance, found, tolerance, errors, repeats
-        )
-        plan = tuner.make_plan(indices, times, seed)
+        tuner = _AttentionTuner(*parts, advance, found, tolerance, errors, repeats)
+        plan = tuner.make_plan(indices, seed)
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
@@ -174,7 +155,7 @@ def tune(
 
 @dataclass(eq=False)
 class Tuner:
-    """Runs a model with settings of its layers on images, inside of `unchanged(model)`.
+    """Runs a model with settings of its layers on images, inside of `running(model, ...)`.
 
     Args:
         model: The model.
@@ -182,7 +163,9 @@ class Tuner:
         options: Keyword arguments of every call.
         images: (n, 3, height, width) "calibration", "validation" and "test" images.
         batch_size: The number of images in a call.
-        advance: Counts a step.
+        advance: Counts a measurement.
+        references: What the unchanged model returns, by the outputs of a measure and the name of the
+            images.
     """
 
     model: nn.Module
@@ -190,7 +173,8 @@ class Tuner:
     options: Mapping[str, Any]
     images: Mapping[str, Tensor]
     batch_size: int
-    advance: Callable[[], None]
+    advance: Callable[[], object]
+    references: dict[Any, list[Any]] = field(default_factory=dict, init=False)
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -203,11 +187,6 @@ class Tuner:
         floating = (p for p in self.model.parameters() if p.is_floating_point())
         parameter = next(floating, torch.empty(0))
         return batch.to(parameter.device, parameter.dtype)
-
-    @cached_property
-    def references(self) -> dict[Any, list[Any]]:
-        """What the unchanged model returns, by the outputs of a measure and the name of the images."""
-        return {}
 
     def install(self, chosen: Combination) -> None:
         """Change the model to a combination of settings; an empty one changes nothing."""
@@ -223,7 +202,8 @@ class Tuner:
             unpatch(self.model)
 
     def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        """Return the change of the output on images."""
+        """Return the change of the output on images, which is one step."""
+        self.advance()
         key = measure.outputs, images
         if key not in self.references:
             self.references[key] = list(self.outputs(measure, images))
@@ -259,75 +239,60 @@ class _AttentionTuner(Tuner):
     repeats: int
     times: dict[int, Mapping[float | None, float]] = field(default_factory=dict)  # by layer
     grids: dict[int, Grid] = field(default_factory=dict)
-    dtype: str = ""
 
-    def make_plan(self, layers: Sequence[int], times: Times | None, seed: int) -> Plan:
+    def make_plan(self, layers: Sequence[int], seed: int) -> Plan:
         # What is not additive is ranked by features, and only checked by itself.
         power = self.measure.power
         additive = MEASURES["features"] if power is None else self.measure
         depth = len(self.vit.attentions)
         for measure in dict.fromkeys((additive, self.measure)):
             self.check_deterministic(measure)
-        self.advance()
         batch = self.place(self.batches["calibration"][0])
-        self.time_layers(batch, times)
-
-        def change(images: str, chosen: Combination) -> float:
-            return round_digits(self.change(self.measure, images, chosen), 6)
-
-        def change_alone(layer: int, error: float, images: str = "validation") -> float:
-            alone = tuple(error if index == layer else None for index in range(depth))
-            return round_digits(self.change(additive, images, alone), 6)
-
-        candidates: list[LayerSetting] = []
+        self.time_layers(batch)
+        candidates = []
         for layer in range(depth):
-            found = self.times[layer]
-            settings = [LayerSetting(layer, None, found.get(None, 0.0), 0.0)]
+            dense = self.times[layer][None]
+            candidates.append(LayerSetting(layer, None, dense, 0.0))
             for error in self.errors if layer in layers else ():
-                faster = found[error] < (1.0 - LEAST_GAIN) * found[None]
-                alone = change_alone(layer, error, "calibration") if faster else None
-                settings.append(LayerSetting(layer, error, found[error], alone))
-                self.advance()
-            candidates += add_between(settings)
-        problem = SettingProblem(candidates, additive.power or 1, change, change_alone)
+                milliseconds, change = self.times[layer][error], None
+                if milliseconds < (1.0 - LEAST_GAIN) * dense:
+                    alone = tuple(error if index == layer else None for index in range(depth))
+                    change = self.change(additive, "calibration", alone)
+                candidates.append(LayerSetting(layer, error, milliseconds, change))
+        problem = SettingProblem(
+            candidates, additive.power or 1, partial(self.change, self.measure)
+        )
         budget = sum(problem.costs.values()) if power is None else self.tolerance**power
         search = Search(problem, self.tolerance, power, budget)
         chosen = search.run()
-        self.advance()
-        dense_ms, planned_ms = self.time_model(batch, chosen.settings)
-        if times is None and planned_ms >= dense_ms and any(chosen.settings):
+        dense_ms, planned_ms = time_model(self, batch, chosen.settings)
+        if planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen = search.stay_dense(
-                f"dense: the patched model takes {planned_ms:g} ms, and the dense one {dense_ms:g} ms"
-            )
+            chosen = search.check(problem.dense)
             planned_ms = dense_ms
-        assert chosen.validation_change is not None
-        tested = "test" in self.batches
-        measured = change("test", chosen.settings) if tested else chosen.validation_change
-        self.advance()
-        candidates = [
-            replace(s, validation_change=problem.alone.get((s.layer, s.error))) for s in candidates
-        ]
-        saved = problem.price(problem.dense) - problem.price(chosen.settings)
+        measured = chosen.validation_change
+        if "test" in self.batches:
+            measured = self.change(self.measure, "test", chosen.settings)
+        saved = problem.price(problem.dense) - chosen.price
         return Plan(
             grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
             batch_size=len(batch),
-            dtype=self.dtype,
+            dtype=str(batch.dtype).removeprefix("torch."),
             device=str(batch.device),
             measure=self.measure.name,
             tolerance=self.tolerance,
-            layers=tuple(s for s in candidates if s.error == chosen.settings[s.layer]),
             candidates=tuple(candidates),
-            predicted_change=chosen.predicted_change,
-            validation_change=chosen.validation_change,
             measured_change=measured,
-            checks=tuple(search.checks),
+            checks=tuple(replace(check, chosen=check is chosen) for check in search.checks),
             dense_milliseconds=dense_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
             predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
             milliseconds=planned_ms,
             **self.common_fields(seed),
         )
+
+    def change(self, measure: Measure, images: str, chosen: Combination) -> float:
+        return round_digits(super().change(measure, images, chosen), 6)
 
     def check_deterministic(self, measure: Measure) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
@@ -345,7 +310,7 @@ class _AttentionTuner(Tuner):
             grids = [self.grids[layer] for layer in range(len(chosen))]
             install_layers(self.model, self.vit, planned_options(errors), grids)
 
-    def time_layers(self, batch: Tensor, times: Times | None) -> None:
+    def time_layers(self, batch: Tensor) -> None:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
@@ -353,49 +318,40 @@ class _AttentionTuner(Tuner):
         """
 
         def note(inputs: LayerInputs, _: object) -> None:
-            layer, grid = inputs.layer, inputs.grid
-            if self.grids.setdefault(layer, grid) != grid:
-                raise ValueError(
-                    f"layer {layer} of the model attends on grids of {self.grids[layer]} and {grid} "
-                    "tokens, and a plan is for one grid in each layer; pass error= to bmfa.patch"
-                )
-            if layer not in self.times:
-                found = (times or {}).get(layer, {})
-                if times is None:
-                    found = time_attention(inputs, self.errors, self.repeats)
-                self.times[layer] = {error: round_digits(ms, 5) for error, ms in found.items()}
-                self.dtype = str(inputs.q.dtype).removeprefix("torch.")
-                self.advance()
+            runs.add((inputs.layer, inputs.grid))
+            if inputs.layer not in self.times:
+                found = time_attention(inputs, self.errors, self.repeats)
+                self.times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
 
+        runs: set[tuple[int, Grid]] = set()
         patch(self.model, error=0.0)
         try:
             with observe(self.model, note):
                 self.measure.outputs(self.model, batch, self.options)
         finally:
             unpatch(self.model)
-        unused = set(range(len(self.vit.attentions))) - set(self.grids)
-        if unused:
+        self.grids = dict(runs)
+        if sorted(layer for layer, _ in runs) != list(range(len(self.vit.attentions))):
             raise ValueError(
-                f"layer {min(unused)} of the model did not run; a plan is for models that run every "
-                "layer in each pass; pass error= to bmfa.patch"
+                f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
+                "in each layer, all of which run in each pass; pass error= to bmfa.patch"
             )
 
-    def time_model(self, batch: Tensor, chosen: Combination) -> tuple[float, float]:
-        """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
-        samples: dict[Combination, list[float]] = {(): [], chosen: []}
-        for _ in range(self.repeats + 1):  # the first one warms up
-            for combination, found in samples.items():
-                self.install(combination)
-                synchronize(batch.device)
-                start = time.perf_counter()
-                self.model(batch, **self.options)
-                synchronize(batch.device)
-                found.append(1e3 * (time.perf_counter() - start))
-                unpatch(self.model)
-        dense, planned = (
-            round_digits(statistics.median(found[1:]), 5) for found in samples.values()
-        )
-        return dense, planned if any(chosen) else dense
+
+def time_model(tuner: _AttentionTuner, batch: Tensor, chosen: Combination) -> tuple[float, float]:
+    """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
+    samples: dict[Combination, list[float]] = {(): [], chosen: []}
+    for _ in range(tuner.repeats + 1):  # the first one warms up
+        for combination, found in samples.items():
+            tuner.install(combination)
+            synchronize(batch.device)
+            start = time.perf_counter()
+            tuner.model(batch, **tuner.options)
+            synchronize(batch.device)
+            found.append(1e3 * (time.perf_counter() - start))
+            unpatch(tuner.model)
+    dense, planned = (round_digits(statistics.median(found[1:]), 5) for found in samples.values())
+    return dense, planned if any(chosen) else dense
 
 
 def time_attention(
@@ -415,24 +371,38 @@ def time_attention(
     return {error: medians[str(error)] / calls for error in (None, *errors)}
 
 
-def check_tunable(
-    model: nn.Module | LoadedModel, options: Mapping[str, Any] | None
-) -> tuple[nn.Module, VisionTransformer, dict[str, Any]]:
-    """Return the module, its parts and the keyword arguments of its calls; raise if it is patched."""
+def prepare(
+    model: nn.Module | LoadedModel,
+    images: Any,
+    options: Mapping[str, Any] | None,
+    usual: Mapping[str, int],
+    batch_size: int,
+    limit: int | None,
+    seed: int,
+) -> tuple[nn.Module, VisionTransformer, dict[str, Any], dict[str, Tensor], int]:
+    """Return the first arguments of a `Tuner`; raise if the model is patched.
+
+    Args:
+        model: As in `tune`, like the others.
+        images: The images.
+        options: Keyword arguments of every call.
+        usual: The number of images by device, where `limit` is None: at least two batches.
+        batch_size: The number of images in a call.
+        limit: The number of images to use.
+        seed: Seed of their order.
+
+    Returns:
+        The module, its parts, the keyword arguments of its calls, the images, their number in a call.
+    """
     module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
     vit = find_vision_transformer(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    return module, vit, dict(own if options is None else options)
-
-
-def image_limit(
-    limit: int | None, model: nn.Module, images: Mapping[str, int], batch_size: int
-) -> int:
-    """Return the number of images to use; None is that for the device, but at least two batches."""
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    device = next((p.device.type for p in module.parameters()), "cpu")
     least = 2 * check_integer("batch_size", batch_size, low=1)
-    return max(images.get(device, images["cpu"]), least) if limit is None else limit
+    limit = max(usual.get(device, usual["cpu"]), least) if limit is None else limit
+    options = dict(own if options is None else options)
+    return module, vit, options, sample_images(images, model, limit, seed), batch_size
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
@@ -450,44 +420,29 @@ def _check_errors(errors: Any) -> tuple[float, ...]:
     return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
 
 
-def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -> None:
-    for layer, error in product(layers, (None, *errors)):
-        try:
-            check_number("times", times[layer][error], low=0.0, open_low=True)
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(
-                f"times lacks times[{layer}][{error}]; pass milliseconds by layer and target (None is "
-                "dense), such as {0: {None: 2.5, 0.1: 1.2}}, or leave times out"
-            ) from None
-
-
 @contextmanager
-def count_steps(
-    progress: Progress | bool, total: int, unit: str = " steps"
-) -> Iterator[Callable[[], None]]:
-    """Yield a function that counts a step, for a bar on a terminal or for a function."""
+def running(
+    model: nn.Module, progress: bool, total: int, unit: str
+) -> Iterator[Callable[[], object]]:
+    """Evaluate a model without gradients, and restore it however the block ends.
+
+    Args:
+        model: The model.
+        progress: Whether to show a bar on a terminal.
+        total: About how many steps there are.
+        unit: Their name.
+
+    Yields:
+        A function that counts a step.
+    """
     from tqdm import tqdm
 
-    numbers, disable = count(1), None if progress is True else True
-    with tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=disable) as bar:
-
-        def advance() -> None:
-            bar.update()
-            if callable(progress):
-                number = next(numbers)
-                progress(number, max(number, total))
-
-        yield advance
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluate the model without gradients, and restore it however the block ends."""
     training = [module for module in model.modules() if module.training]
     model.eval()
+    bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
     try:
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), tqdm(total=total, unit=unit, **bar) as steps:
+            yield steps.update
     finally:
         unpatch(model)
         for module in training:

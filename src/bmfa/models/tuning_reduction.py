@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,27 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bmfa.checks import check_integer, check_number
-from bmfa.grid import Grid
+from bmfa.checks import check_number
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.flops import count_flops
-from bmfa.models.image_sample import sample_images
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
 from bmfa.models.patching import unpatch
-from bmfa.models.plan import SCHEDULED, ReductionPlan
-from bmfa.models.preprocessing import Preprocessing
-from bmfa.models.reducing import reduce
+from bmfa.models.plan import SCHEDULED, ReductionPlan, check_choice
+from bmfa.models.reducing import last_pass, reduce
 from bmfa.models.search import Check, Combination, Search, cheapest_path
-from bmfa.models.tuning import (
-    Progress,
-    Tuner,
-    check_tunable,
-    count_steps,
-    image_limit,
-    unchanged,
-)
+from bmfa.models.tuning import Tuner, prepare, running
 from bmfa.records import round_digits
 
 Schedule = tuple[int, ...]
@@ -62,14 +52,11 @@ def tune_reduction(
     *,
     gflops: float | None = None,
     agreement: float | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    preprocess: Preprocessing | None = None,
     options: Mapping[str, Any] | None = None,
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
-    rounds: int = 1,
-    progress: Progress | bool = True,
+    progress: bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
 
@@ -92,18 +79,13 @@ def tune_reduction(
         gflops: The GFLOPs of an image to stay within, two operations for a multiply-add. One of `gflops`
             and `agreement` is given.
         agreement: The share of the images whose class must be that of the full model, in (0, 1].
-        img_size: The side, or (height, width), of images of a folder in pixels.
-        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call.
         limit: The number of images to use. None is 512 on CUDA and 128 elsewhere, or two batches
             if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
-        rounds: How often the blocks are measured again around the schedule. A round measures two
-            schedules for each block.
-        progress: True shows a progress bar on a terminal. A function is called with the schedules that
-            are measured and about how many there will be.
+        progress: True shows a progress bar on a terminal.
 
     Returns:
         The plan.
@@ -124,18 +106,16 @@ def tune_reduction(
         >>> model = bmfa.reduce(loaded.model, plan=plan)
     """
     target, value = check_target(gflops, agreement)
-    check_policy(policy)
-    module, vit, options = check_tunable(model, options)
-    rounds = check_integer("rounds", rounds, low=0)
-    limit = image_limit(limit, module, IMAGES, batch_size)
-    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
+    check_choice("policy", policy, SCHEDULED)
+    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
+    module, vit, _, sample, _ = parts
     if target == "gflops":  # nothing is validated
-        unseen = torch.cat([parts["validation"], parts["test"]])
-        parts |= {"validation": unseen[:0], "test": unseen}
-    # Two schedules of each block alone, and as many around each best one.
-    total = 2 * len(vit.blocks) * (1 + rounds) + 8
-    with unchanged(module), count_steps(progress, total, " schedules") as advance:
-        tuner = ReductionTuner(module, vit, options, parts, batch_size, advance, policy, rounds)
+        unseen = torch.cat([sample["validation"], sample["test"]])
+        sample.update(validation=unseen[:0], test=unseen)
+    # Two schedules of each block alone, and as many around the best one.
+    total = 4 * len(vit.blocks) + 8
+    with running(module, progress, total, " schedules") as advance:
+        tuner = ReductionTuner(*parts, advance, policy)
         return tuner.make_plan(target, value, seed)
 
 
@@ -149,7 +129,7 @@ class ReductionTuner(Tuner):
     """
 
     policy: str
-    rounds: int
+    rounds: int = 1
     kls: dict[tuple[Schedule, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,20 +139,15 @@ class ReductionTuner(Tuner):
         self.batches["sample"] = torch.split(
             torch.cat(list(self.batches["calibration"]))[:SAMPLED], self.batch_size
         )
-        grids: list[Grid] = []
         self.install(self.dense)  # raises if the model cannot be reduced
-        handle = self.vit.projection.register_forward_hook(
-            lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
-        )
         try:
             scores = logits(self.model, self.place(first), self.options)
+            self.grid = last_pass(self.model)[1].grid
         finally:
-            handle.remove()
             unpatch(self.model)
         if scores.dim() != 2:
             name = type(self.model).__name__
             raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
-        self.grid = grids[-1]
         # Operations are counted on a copy of the model in float32 on the CPU.
         self.counted = deepcopy(self.model).to("cpu", torch.float32)
         blocks = range(1 if self.policy == "diffrate" else 0, depth)  # its first block never merges
@@ -195,7 +170,6 @@ class ReductionTuner(Tuner):
     def kl(self, schedule: Schedule, images: str = "calibration") -> float:
         """Return the output KL on images, measured once."""
         if any(schedule) and (schedule, images) not in self.kls:
-            self.advance()
             self.kls[schedule, images] = self.change(MEASURES["logits"], images, schedule)
         return self.kls.get((schedule, images), 0.0)
 
@@ -255,8 +229,6 @@ class ReductionTuner(Tuner):
         """Return the operations that a schedule saves."""
         return self.schedules.flops(self.dense) - self.schedules.flops(chosen)
 
-    predicted_cost = cost
-
     def choose(self, budget: float) -> Combination:
         """Return the schedule that saves so many operations with the least change."""
         least = self.schedules.flops(self.schedules.optimal(0.0))
@@ -264,15 +236,9 @@ class ReductionTuner(Tuner):
 
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the share of images whose class changes."""
-        self.advance()
         return self.change(DISAGREEMENT, images, chosen)
 
-    def refine(self, chosen: Combination) -> None:
-        """Measure the blocks around a schedule that failed."""
-        if self.rounds:
-            self.measure_around(chosen)
-
-    def uniform(self) -> list[tuple[str, Combination]]:
+    def uniform(self) -> list[Combination]:
         """Return nothing: `start` compares with even schedules."""
         return []
 
@@ -285,7 +251,9 @@ class ReductionTuner(Tuner):
             # The tolerance is a share of images, so rounding must not exclude one.
             most = self.cost(self.schedules.optimal(0.0))
             search = Search(self, 1.0 - value + 1e-9, None, most)
-            schedule, checks = search.run().settings, search.checks
+            chosen = search.run()
+            schedule = chosen.settings
+            checks = [replace(check, chosen=check is chosen) for check in search.checks]
         elif self.count(self.dense) > value * 1e9:
             schedule = self.best_schedule(value * 1e9)
         tested = "test" if "test" in self.batches else "validation"
@@ -294,7 +262,6 @@ class ReductionTuner(Tuner):
             for measure in (MEASURES["logits"], DISAGREEMENT)
             for images in ("calibration", tested)
         )
-        alone = self.schedules.alone.items()
         return ReductionPlan(
             grid=(self.grid.height, self.grid.width),
             policy=self.policy,
@@ -303,12 +270,10 @@ class ReductionTuner(Tuner):
             target_value=value,
             full_gflops=self.count(self.dense) / 1e9,
             gflops=self.count(schedule) / 1e9,
-            predicted_kl=self.schedules.predicted(schedule),
             calibration_kl=kl,
             calibration_agreement=1.0 - change,
             output_kl=test_kl,
             agreement=1.0 - test_change,
-            alone=tuple({"block": b, "removed": n, "output_kl": kl} for (b, n), kl in alone),
             checks=tuple(checks),
             **self.common_fields(seed),
         )
@@ -474,12 +439,3 @@ def check_target(gflops: object, agreement: object) -> tuple[str, float]:
     if gflops is not None:
         return "gflops", check_number("gflops", gflops, low=0.0, open_low=True)
     return "agreement", check_number("agreement", agreement, low=0.0, high=1.0, open_low=True)
-
-
-def check_policy(policy: object) -> None:
-    """Raise unless a name is that of a policy that takes a schedule."""
-    if policy not in SCHEDULED:
-        raise ValueError(
-            f"policy is {policy!r}; pass the name of a policy that takes a schedule: "
-            f"{', '.join(SCHEDULED)}"
-        )

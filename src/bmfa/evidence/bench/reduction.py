@@ -23,7 +23,7 @@ from bmfa.models import LoadedModel, reduce
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
 from bmfa.models.measures import MEASURES
-from bmfa.models.tuning import Progress, count_steps, unchanged
+from bmfa.models.tuning import running
 from bmfa.models.tuning_reduction import ReductionTuner, Schedule, fixed_schedule
 from bmfa.records import Record, Row, environment
 
@@ -42,7 +42,7 @@ def run(
     workers: int = 1,
     choosing: int | None = None,
     rounds: int = 1,
-    progress: Progress | bool = False,
+    progress: bool = False,
 ) -> Record:
     """Compare tuned and fixed schedules with baselines of the same operations.
 
@@ -126,14 +126,14 @@ def _compare_all(
     baselines: Sequence[str],
     batch_size: int,
     rounds: int,
-    progress: Progress | bool,
+    progress: bool,
     choosing: Tensor,
     reporting: Tensor,
 ) -> dict[str, dict[str, Outcome]]:
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
     vit = find_vision_transformer(model.model)
     images = {"calibration": choosing, "test": reporting}
-    with unchanged(model.model), count_steps(progress, 0, " schedules") as advance:
+    with running(model.model, progress, 0, " schedules") as advance:
         tuner = ReductionTuner(
             model.model, vit, model.options, images, batch_size, advance, policy, rounds
         )

@@ -30,11 +30,7 @@ def tuning(records: RecordSet, narrow: bool) -> "Drawing":
 def _draw_sensitivity(axes: "Axes", record: Record) -> None:
     """Change of every layer alone at every error target; the chosen ones are filled."""
     scale, unit = _change_unit(record)
-    rows = [
-        row
-        for row in record.rows
-        if row["error"] is not None and row["change"] and (row["chosen"] or not row["interpolated"])
-    ]
+    rows = [row for row in record.rows if row["error"] is not None and row["change"]]
     targets = sorted({row["error"] for row in rows})
     shades = load_package("matplotlib").colormaps["viridis"]
     for index, error in enumerate(targets):
