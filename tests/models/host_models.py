@@ -47,7 +47,7 @@ def nested_model() -> nn.Module:
 
 
 def clip_model(kind: str) -> nn.Module:
-    """Both towers of CLIP or SigLIP, small."""
+    """Both encoders of CLIP or SigLIP, small."""
     transformers = load_package("transformers")
     text = {k: v for k, v in HF.items() if k not in ("image_size", "patch_size")}
     text |= {"vocab_size": 50, "max_position_embeddings": 8}

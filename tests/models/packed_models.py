@@ -31,7 +31,7 @@ def pixtral_inputs(seed: int = 1) -> Inputs:
 
 
 def qwen(family: str, model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    """A function that makes the vision tower of a Qwen model."""
+    """A function that makes the vision encoder of a Qwen model."""
 
     def make() -> nn.Module:
         module = load_package(f"transformers.models.{family}.modeling_{family}")

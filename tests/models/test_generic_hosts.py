@@ -325,7 +325,7 @@ def test_a_class_is_registered_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
     layout = {"grid": grid_of, "prefix": lambda vit: len(vit.extra) - 2, "suffix": 2}
     bmfa.models.register_model(f"{__name__}.UnknownViT", attention="blocks.*.attn", **layout)
     host = find_vision_transformer(wrapped)
-    assert host.tower is wrapped[1] and (host.prefix, len(host.attentions)) == (1, 3)
+    assert host.encoder is wrapped[1] and (host.prefix, len(host.attentions)) == (1, 3)
     full = wrapped(pixels)
     assert difference(patch(wrapped, **EXACT)(pixels), full) < 5e-6
     assert difference(patch(wrapped, **COARSE)(pixels), full) > 1e-4

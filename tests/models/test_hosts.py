@@ -1,4 +1,4 @@
-"""Hosts: towers found, their parts, classes that are refused."""
+"""Hosts: encoders found, their parts, classes that are refused."""
 
 from importlib.util import find_spec
 

@@ -57,7 +57,7 @@ class Description:
         return check_integer(name, count(model) if callable(count) else count, low=0)
 
 
-def described_model(tower: nn.Module, description: Description) -> VisionTransformer:
+def described_model(encoder: nn.Module, description: Description) -> VisionTransformer:
     """Return the parts of a model whose layout is described.
 
     Raises:
@@ -65,15 +65,15 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
     """
     named = {
         name: module
-        for name, module in tower.named_modules()
+        for name, module in encoder.named_modules()
         if name and any(_matches(name, pattern) for pattern in description.patterns)
     }
     patterns = " or ".join(map(repr, description.patterns))
     if not named:
-        modules = ((name, type(m).__name__.lower()) for name, m in tower.named_modules())
+        modules = ((name, type(m).__name__.lower()) for name, m in encoder.named_modules())
         likely = [name for name, kind in modules if "attention" in kind]
         raise ValueError(
-            f"attention is {patterns}, and no module of {type(tower).__name__} has such a name; names "
+            f"attention is {patterns}, and no module of {type(encoder).__name__} has such a name; names "
             f"that may be meant are {', '.join(likely[:4]) or 'in model.named_modules()'}"
         )
     for outer, name in permutations(named, 2):
@@ -85,12 +85,12 @@ def described_model(tower: nn.Module, description: Description) -> VisionTransfo
     attentions = tuple(named.values())
     return VisionTransformer(
         replacement=InterceptedAttention,
-        tower=tower,
+        encoder=encoder,
         blocks=attentions,
         attentions=attentions,
-        projection=tower,
-        prefix=description.count("prefix", tower),
-        suffix=description.count("suffix", tower),
+        projection=encoder,
+        prefix=description.count("prefix", encoder),
+        suffix=description.count("suffix", encoder),
         passes=partial(DescribedPasses, source=description.grid, names=tuple(named)),
     )
 
@@ -111,9 +111,9 @@ class DescribedPasses(Passes):
 
     def watch(self, vit: VisionTransformer) -> None:
         """Follow the calls of the model."""
-        tower = vit.tower
-        self.handles.append(tower.register_forward_pre_hook(self.enter, with_kwargs=True))
-        self.handles.append(tower.register_forward_hook(self.leave))
+        encoder = vit.encoder
+        self.handles.append(encoder.register_forward_pre_hook(self.enter, with_kwargs=True))
+        self.handles.append(encoder.register_forward_hook(self.leave))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook of the model: read the grid from the inputs if a function does that."""

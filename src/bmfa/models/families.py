@@ -43,7 +43,7 @@ class VisionTransformer:
     """The parts of a Vision Transformer, in the order in which they run."""
 
     replacement: Callable[[AttentionFunction], AttentionReplacement]
-    tower: nn.Module  # the vision encoder, the model itself or a part of it
+    encoder: nn.Module  # the vision encoder, the model itself or a part of it
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
     projection: nn.Module  # makes patches into tokens, mostly a convolution
@@ -82,14 +82,14 @@ _DETECTOR = ("ForObjectDetection",)
 _ALL = ("",)
 
 
-def _keep_windows(tower: Any, index: int, block: Any) -> str:
+def _keep_windows(encoder: Any, index: int, block: Any) -> str:
     if block.window_size > 0:
         return _WINDOWS
     return "pooled queries" if block.query_stride else ""
 
 
-def _keep_listed_windows(tower: Any, index: int, block: Any) -> str:
-    full = getattr(tower, "fullatt_block_indexes", None)
+def _keep_listed_windows(encoder: Any, index: int, block: Any) -> str:
+    full = getattr(encoder, "fullatt_block_indexes", None)
     return _WINDOWS if full is not None and index not in full else ""
 
 
@@ -239,8 +239,8 @@ def find_vision_transformer(model: nn.Module) -> VisionTransformer:
     check_module(model)
     # What a user registers comes before what is built in.
     found = find_registered(model) or [
-        _describe(model, tower, anchor, FAMILIES[name])
-        for tower, anchor, name in _find_towers(model)
+        _describe(model, encoder, anchor, FAMILIES[name])
+        for encoder, anchor, name in _find_encoders(model)
     ]
     if len(found) > 1:
         raise ValueError(
@@ -249,7 +249,7 @@ def find_vision_transformer(model: nn.Module) -> VisionTransformer:
     return found[0] if found else raise_unsupported(model)
 
 
-def _find_towers(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
+def _find_encoders(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
     """List the vision encoders, each with the module that the table has by the name of its class."""
     found = []
     for module in model.modules():
@@ -264,23 +264,23 @@ def _find_towers(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
     return found
 
 
-def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> VisionTransformer:
+def _describe(model: nn.Module, encoder: Any, anchor: Any, family: Family) -> VisionTransformer:
     names = (family.attention,) if isinstance(family.attention, str) else family.attention
-    children = ((block, child) for block in tower.modules() for child in block.children())
+    children = ((block, child) for block in encoder.modules() for child in block.children())
     pairs = [pair for pair in children if type(pair[1]).__name__ in names]
     blocks = tuple(block for block, _ in pairs)
     if family.prefix is None:  # timm
-        for block in tower.blocks:
+        for block in encoder.blocks:
             if block not in blocks:
-                raise_unsupported(tower, getattr(block, "attn", block))
-        prefix, suffix = int(tower.num_prefix_tokens), 0
-        spatial = model is not tower or getattr(tower, "global_pool", "token") != "token"
+                raise_unsupported(encoder, getattr(block, "attn", block))
+        prefix, suffix = int(encoder.num_prefix_tokens), 0
+        spatial = model is not encoder or getattr(encoder, "global_pool", "token") != "token"
     else:
         prefix, suffix = family.special_tokens(getattr(anchor, "config", None))
         named = any(type(m).__name__.endswith(family.spatial_readers) for m in model.modules())
         spatial = named or type(model).__module__ != type(anchor).__module__
     keep = family.keep or (lambda *_: "")
-    kept = {index: keep(tower, index, block) for index, block in enumerate(blocks)}
+    kept = {index: keep(encoder, index, block) for index, block in enumerate(blocks)}
     attentions = [child for index, (_, child) in enumerate(pairs) if not kept[index]]
     if issubclass(family.replacement, InterfaceAttention):
         attentions = [_config_owner(attention) for attention in attentions]
@@ -290,10 +290,10 @@ def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> Visi
         layout = layout.get(kinds.pop()) if len(kinds) == 1 else None
     return VisionTransformer(
         replacement=family.replacement,
-        tower=tower,
+        encoder=encoder,
         blocks=blocks,
         attentions=tuple(attentions),
-        projection=_projection(tower, anchor, family),
+        projection=_projection(encoder, anchor, family),
         prefix=prefix,
         suffix=suffix,
         layout=layout,
@@ -304,7 +304,7 @@ def _describe(model: nn.Module, tower: Any, anchor: Any, family: Family) -> Visi
     )
 
 
-def _projection(tower: Any, anchor: nn.Module, family: Family) -> nn.Module:
+def _projection(encoder: Any, anchor: nn.Module, family: Family) -> nn.Module:
     """Return the module that makes patches into tokens, whose output tells the shape of the grid."""
     owner, _, name = family.projection.rpartition(".")
     embed = anchor.get_submodule(owner)
@@ -312,7 +312,7 @@ def _projection(tower: Any, anchor: nn.Module, family: Family) -> nn.Module:
     tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or name == "embeds"
     if family.read is None and not tells:
         raise TypeError(
-            f"{class_name(embed)} in {type(tower).__name__} is not supported: its patches do not come "
+            f"{class_name(embed)} in {type(encoder).__name__} is not supported: its patches do not come "
             "from a convolution, so the grid is unknown; build the model with a PatchEmbed"
         )
     found: nn.Module = projection

@@ -14,20 +14,20 @@ from bmfa.packages import load_package
 
 
 def read_pixtral(
-    tower: Any, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
+    encoder: Any, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
 ) -> Packing:
     """Read the images of Pixtral: each has its own crop of the batch, in raster order."""
     if image_sizes is None:
         image_sizes = [pixel_values.shape[-2:]] * pixel_values.shape[0]
     images, start = [], 0
     for height, width in image_sizes:
-        grid = Grid(int(height) // tower.patch_size, int(width) // tower.patch_size)
+        grid = Grid(int(height) // encoder.patch_size, int(width) // encoder.patch_size)
         images.append((grid, torch.arange(start, start + grid.size)))
         start += grid.size
     return pack(images, (1, start), pixel_values.device)
 
 
-def read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
+def read_qwen(encoder: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
     """Read the images of Qwen: blocks of patches, in windows if the model has some.
 
     Every frame of a video is an image of its own. The positions of the patches come from the functions
@@ -35,14 +35,14 @@ def read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any
     """
     vision = load_package("transformers.vision_utils")
     sizes = grid_thw.cpu()
-    merge = int(tower.spatial_merge_size)
+    merge = int(encoder.spatial_merge_size)
     positions = vision.get_vision_position_ids(sizes, merge, kwargs=dict(kwargs)).cpu()
-    if hasattr(tower, "window_size"):
+    if hasattr(encoder, "window_size"):
         window_index, _ = vision.get_vision_window_index(
             sizes,
             spatial_merge_size=merge,
-            window_size=tower.window_size,
-            patch_size=tower.patch_size,
+            window_size=encoder.window_size,
+            patch_size=encoder.patch_size,
             kwargs=dict(kwargs),
         )
         positions = positions.unflatten(0, (-1, merge * merge))[window_index.cpu()].flatten(0, 1)
@@ -57,7 +57,7 @@ def read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any
 
 
 def read_siglip2(
-    tower: Any,
+    encoder: Any,
     pixel_values: Tensor,
     pixel_attention_mask: Tensor | None = None,
     spatial_shapes: Any = None,

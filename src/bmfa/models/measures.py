@@ -80,7 +80,7 @@ def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> li
     forward_features = getattr(model, "forward_features", None)
     if callable(forward_features):
         return output_tensors(forward_features(images))
-    encoder = find_vision_transformer(model).tower
+    encoder = find_vision_transformer(model).encoder
     captured: list[Any] = []
     handle = encoder.register_forward_hook(lambda module, inputs, output: captured.append(output))
     try:

@@ -147,7 +147,7 @@ class Passes:
         else:
             prepare_compiling()
             hook = partial(self.read_images, vit.reader)
-            self.handles.append(vit.tower.register_forward_pre_hook(hook, with_kwargs=True))
+            self.handles.append(vit.encoder.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove all hooks."""

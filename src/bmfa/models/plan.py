@@ -91,7 +91,7 @@ class ModelFingerprint:
         vit = find_vision_transformer(model)
         parameters = {
             name: parameter.detach()
-            for name, parameter in vit.tower.named_parameters()
+            for name, parameter in vit.encoder.named_parameters()
             if not any(part in name for part in _POSITIONS)
         }
         floating = (p.dtype for p in parameters.values() if p.is_floating_point())
@@ -99,7 +99,7 @@ class ModelFingerprint:
         samples = torch.cat([torch.empty(0).double(), *map(_sample, parameters.values())])
         hashes = (hashlib.sha256(data) for data in (shapes.encode(), samples.numpy().tobytes()))
         return cls(
-            type(vit.tower).__qualname__,
+            type(vit.encoder).__qualname__,
             len(vit.attentions),
             str(next(floating, torch.float32)).removeprefix("torch."),
             *(found.hexdigest()[:_DIGITS] for found in hashes),

@@ -110,8 +110,8 @@ def reduce(
     for layer, (block, attention) in enumerate(zip(vit.blocks, vit.attentions, strict=True)):
         ReducedBlock(layer, vit.layout, reduction).install(block)
         vit.replacement(ReducedAttention(layer, passes, reduction)).install(attention)
-    if hasattr(vit.tower, "forward_intermediates"):
-        ExposedBlocks(reduction).install(vit.tower)
+    if hasattr(vit.encoder, "forward_intermediates"):
+        ExposedBlocks(reduction).install(vit.encoder)
     return model
 
 

@@ -124,7 +124,7 @@ def check_one_grid(vit: VisionTransformer) -> None:
     """
     if not vit.one_grid:
         raise ValueError(
-            f"{type(vit.tower).__name__} is not supported by bmfa bench, which needs one grid of "
+            f"{type(vit.encoder).__name__} is not supported by bmfa bench, which needs one grid of "
             "tokens in all layers; use a model such as timm:vit_base_patch16_224"
         )
 
