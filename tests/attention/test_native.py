@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -317,6 +318,15 @@ def test_views_of_one_projection_are_read_in_place():
         assert (call.q.data, call.k.data, call.v.data) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
         assert output.transpose(1, 2).is_contiguous()
         assert equal(results(replace(case, q=q, k=k, v=v)), results(case))
+
+
+def test_the_default_device_does_not_matter():
+    q, k, v = torch.randn(3, 1, 2, 33 * 34, 32)
+    for error in (0.0, 0.05):
+        call = partial(screened_attention, q, k, v, grid=(33, 34), error=error, backend="native")
+        with torch.device("meta"):
+            got = call().output
+        assert torch.equal(got, call().output)
 
 
 def test_exact_heads_and_expanded_tiles_have_the_bits_of_exact_attention():

@@ -1,7 +1,8 @@
 """Step 5 of tiled attention: thresholds, shrinkage and exact heads, from what the probes found.
 
 `bmfa.attention.kernels.reference.tiles` has the other steps. The kernels on a CPU and the torch form
-measure the levels; the choice is made here. Triton makes it on the device, in the same way.
+measure the levels; the choice is made here. Triton makes it on the device,
+once: it does not choose again where the probes predict a miss.
 """
 
 import math

@@ -159,10 +159,10 @@ class Tiling:
     @cached_property
     def slot_tokens(self) -> Tensor:
         """(T, S) raster index of the token in each slot, -1 for empty slots."""
-        grid = self.grid
-        frame = torch.arange(grid.frames).view(-1, 1, 1, 1, 1)
-        row = torch.arange(self.frame_rows * self.side).view(1, -1, 1, self.side, 1)
-        column = torch.arange(self.columns * self.width).view(1, 1, -1, 1, self.width)
+        grid = self.grid  # on the CPU, whatever the default device of torch is
+        frame = torch.arange(grid.frames, device="cpu").view(-1, 1, 1, 1, 1)
+        row = torch.arange(self.frame_rows * self.side, device="cpu").view(1, -1, 1, self.side, 1)
+        column = torch.arange(self.columns * self.width, device="cpu").view(1, 1, -1, 1, self.width)
         inside = (row < grid.height) & (column < grid.width)
         index = torch.where(inside, (frame * grid.height + row) * grid.width + column, -1)
         return index.reshape(self.tiles, self.slots)
@@ -173,7 +173,7 @@ class Tiling:
 
         Position r holds group r * stride modulo R, with a stride near the golden ratio.
         """
-        return torch.arange(self.groups) * self.group_stride % self.groups
+        return torch.arange(self.groups, device="cpu") * self.group_stride % self.groups
 
     @cached_property
     def group_stride(self) -> int:

@@ -135,6 +135,7 @@ def prepare_tiles(
     Returns:
         A function of error, expand and dense_threshold, which returns the result. Called again for a
         single image, it does not measure the probes again. The results of all calls share their memory.
+        Another native call of the thread ends its use: both have the same scratch memory.
         It raises a ValueError if q or k hold NaN or infinity, or if scores overflow.
     """
     query_prefix = prefix if query_prefix is None else query_prefix
@@ -189,8 +190,9 @@ def _empty(*shape: int, dtype: type = np.float64) -> Array:
 def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Array]:
     """Return the order of the groups, the numbers that draw the probes, and the thresholds."""
     groups = tiling.group_order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
-    head = torch.arange(heads).view(-1, 1, 1)
-    quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
+    head = torch.arange(heads, device="cpu").view(-1, 1, 1)
+    draws = torch.arange(tiling.probes_per_group, device="cpu")
+    quantiles = tiling.probe_quantile(groups, head, draws)
     return {
         "group_order": tiling.group_order.int().numpy(),
         "quantiles": quantiles.double().contiguous().numpy(),
@@ -245,7 +247,7 @@ def _describe(
     shape = (batch, queries, heads, e)
     if valid is None:
         lists = _all_tokens(tiling, prefix, queries, keys)
-        output = torch.empty(shape, dtype=q.dtype)
+        output = torch.empty(shape, dtype=q.dtype, device="cpu")
     else:
         exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
         every = np.ones((1, queries), bool)
@@ -287,7 +289,7 @@ def _allocate(size: int) -> Tensor:
     """
     kept: Tensor | None = getattr(_last, "scratch", None)
     if kept is None or kept.numel() < size:
-        kept = torch.empty(size, dtype=torch.uint8)
+        kept = torch.empty(size, dtype=torch.uint8, device="cpu")
         _last.scratch = kept if size <= MOST_KEPT_BYTES else None
     return kept
 
