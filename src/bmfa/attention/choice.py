@@ -128,10 +128,10 @@ def choose(
     for _ in range(tiling.MOST_CHOICES):
         choice, squares = curves.choose(aim, None, dense_threshold)
         probes = np.stack((squares, levels.norm, levels.weight), -1)
-        missed = excess(*relative_error(probes.reshape(-1, probes_per_group, 3)), target)
-        if missed <= 1.0 or aim < SMALLEST_ERROR:
+        predicted = excess(*relative_error(probes.reshape(-1, probes_per_group, 3)), target)
+        if predicted <= tiling.MOST_PREDICTED or aim < SMALLEST_ERROR:
             break
-        aim *= tiling.RETRY_AIM / missed
+        aim *= tiling.CHOICE_AIM * tiling.MOST_PREDICTED / predicted
     return choice
 
 
