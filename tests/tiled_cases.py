@@ -386,7 +386,8 @@ def _run_triton(case: TiledCase, settings: dict[str, Any]) -> TiledAttention:
 
 def _limits_of_triton(seed: int) -> dict[str, Any]:
     dim = (32, 64, 80)[seed % 3]
-    return {"side": 8, "probes": 1, "dims": (dim, dim), "layout": LAYOUTS[seed % 3]}
+    sizes = {"side": 8, "probes": 1, "dims": (dim, dim), "batch": 1, "heads": (2, 1 + seed % 2)}
+    return sizes | {"layout": LAYOUTS[seed % 3]}
 
 
 EAGER = Backend("eager", _run_eager, (torch.float64, torch.float32, torch.float16, torch.bfloat16))

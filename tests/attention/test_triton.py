@@ -82,9 +82,7 @@ def test_large_grids_and_other_dimensions() -> None:
 # Exact heads, bands, items and memory
 
 
-def test_exact_heads_by_a_kernel_of_their_own(
-    settings: Callable[..., None], prepared: list[Any]
-) -> None:
+def test_exact_heads_by_a_kernel_of_their_own(settings, prepared):
     """More queries than keys, and fewer: blocks of the kernel end at their own numbers."""
     settings(SEPARATE_EXACT_TILES=1)
     wide, tall = Grid(9, 16), Grid(13, 24)
@@ -146,9 +144,7 @@ def test_items_equal_the_reference(settings: Callable[..., None], prepared: list
     assert same(TRITON.run(case), divided)
 
 
-def test_shared_keys_equal_copies_to_the_bit(
-    settings: Callable[..., None], prepared: list[Any]
-) -> None:
+def test_shared_keys_equal_copies_to_the_bit(settings, prepared):
     """In every kernel that reads keys; the operator is called with as many key heads as there are."""
     own_grid = {"query_grid": Grid(9, 10), "masked": True}
     for divided, grids in ((False, {}), (True, {}), (True, own_grid)):
@@ -331,9 +327,7 @@ class Compiled:
         self.runs.append(arguments)
 
 
-def test_a_cached_launch_starts_only_what_was_compiled_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cached_launch_starts_only_what_was_compiled_for_it(monkeypatch):
     compiled, looked_up = Compiled(), []
 
     class Kernel:
