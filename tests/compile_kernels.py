@@ -81,9 +81,8 @@ def tiled(dim, dtype, masked, prefix, group_tiles, query_grid=None, query_prefix
 
 
 def all_tiled():
-    for dim, groups in ((32, 1), (72, 2), (96, 1), (128, 2)):
-        tiled(dim, BRAIN, False, 17, groups)
-    tiled(64, HALF, True, 0, 1)
+    tiled(32, HALF, True, 0, 1)
+    tiled(96, BRAIN, False, 17, 2)
     tiled(128, SINGLE, True, 1, 2)
     tiled(80, HALF, False, 17, 2, Grid(200, 210))
     tiled(128, SINGLE, True, 0, 1, Grid(60, 100, frames=2), 17)

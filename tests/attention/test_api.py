@@ -1,7 +1,6 @@
 """Screened attention: trees against the float64 oracle, gradients, grids of frames and of queries, and
 heads that share keys."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from tree_oracle import tree_attention
 
 GRID = Grid(4, 4)
 GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
+DRAWN = (0, 3), (1, 3), (1, 3), (1, 9)  # prefix, batch, heads and head dimension
 
 
 def tensors(seed, grid, prefix=1, batch=2, heads=2, width=8, sharpness=2.0):
@@ -48,37 +48,26 @@ def equals_oracle(result, oracle, atol=1e-12):
     return True
 
 
-def test_trees_and_outputs_equal_the_oracle():
-    for name, (seed, size) in itertools.product(RULES, enumerate(GRIDS)):
-        rule, prefix = parse(name, seed), seed % 3
-        batch = 1 + seed // 2 % 2
-        q, k, v = tensors(seed, Grid(*size), prefix, batch, heads=3 - batch)
-        valid = random_mask(batch, Grid(*size).size, seed=seed) if batch == 2 else None
-        common = {"prefix": prefix, "tau": (1.0, 0.7)[seed % 2], "valid": valid}
-        oracle = tree_attention(q, k, v, size, rule, **common)
-        result = screened_attention(q, k, v, grid=size, rule=rule, **common)
-        assert equals_oracle(result, oracle), (name, size)
-
-
-@pytest.mark.slow
-def test_seeded_cases_equal_the_oracle():
+@pytest.mark.parametrize("seeds", [range(90), pytest.param(range(90, 600), marks=pytest.mark.slow)])
+def test_trees_and_outputs_equal_the_oracle(seeds):
+    """Where a score lies within rounding of a threshold, the tree is that of a threshold nearby."""
     ties = 0
-    for seed in range(500):
+    for seed in seeds:
         generator = np.random.default_rng(seed)
-        size = tuple(int(side) for side in generator.integers(1, 6, size=2))
-        rule, prefix = parse(RULES[seed % len(RULES)], seed), int(generator.integers(0, 3))
-        width = int(generator.integers(1, 9))
-        q, k, v = tensors(seed, Grid(*size), prefix, batch=1, heads=1, width=width)
-        q = q[:, :, :2] if q.shape[2] > 1 else q
-        result = screened_attention(q, k, v, grid=size, prefix=prefix, rule=rule)
-        if not equals_oracle(result, tree_attention(q, k, v, size, rule, prefix=prefix)):
-            around = (
-                tree_attention(q, k, v, size, nudged(rule, factor), prefix=prefix)
-                for factor in (1 - 1e-9, 1 + 1e-9)
-            )
-            assert any(equals_oracle(result, one) for one in around), seed
+        size = GRIDS[seed % len(GRIDS)] if seed % 3 == 0 else generator.integers(1, 6, 2).tolist()
+        prefix, batch, heads, width = (int(generator.integers(*x)) for x in DRAWN)
+        grid, rule = Grid(*size), parse(RULES[seed % len(RULES)], seed)
+        q, k, v = tensors(seed, grid, prefix, batch, heads, width)
+        options = {"prefix": prefix, "tau": (1.0, 0.7)[seed % 2]}
+        options["valid"] = random_mask(batch, grid.size, seed=seed) if seed % 4 == 0 else None
+        queries = q if seed % 3 == 0 or seed % 4 == 0 else q[:, :, :2]
+        result = screened_attention(queries, k, v, grid=grid, rule=rule, **options)
+        if not equals_oracle(result, tree_attention(queries, k, v, size, rule, **options)):
+            around = (nudged(rule, factor) for factor in (1 - 1e-9, 1 + 1e-9))
+            oracles = (tree_attention(queries, k, v, size, near, **options) for near in around)
+            assert any(equals_oracle(result, oracle) for oracle in oracles), seed
             ties += 1
-    assert ties <= 5
+    assert ties <= 0.005 * len(seeds)
 
 
 # Gradients

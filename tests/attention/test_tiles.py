@@ -37,17 +37,17 @@ BUDGETS: tuple[dict[str, float], ...] = ({"expand": 0.0}, {"expand": 1.7}, {"err
 # First seed of drawn cases, the end of those of every run, and the end of those of a slow one.
 SEEDS = {
     "eager": {
-        torch.float64: (0, 30, 230),
+        torch.float64: (0, 30, 200),
         torch.float32: (1000, 1012, 1060),
         torch.float16: (1100, 1104, 1120),
         torch.bfloat16: (1200, 1204, 1220),
     },
     "native": {
-        torch.float32: (0, 40, 640),
-        torch.bfloat16: (2000, 2015, 2200),
-        torch.float16: (2000, 2015, 2200),
+        torch.float32: (0, 30, 250),
+        torch.bfloat16: (2000, 2012, 2100),
+        torch.float16: (2000, 2012, 2100),
     },
-    "triton": {x: (3 * i, 3 * i + 3, 3 * i + 20) for i, x in enumerate(TRITON.dtypes)},
+    "triton": {x: (3 * i, 3 * i + 3, 3 * i + 12) for i, x in enumerate(TRITON.dtypes)},
 }
 
 
