@@ -143,11 +143,6 @@ def every_rule(generator: np.random.Generator) -> list[rules.Rule]:
     ]
 
 
-def leaf_budget(count: int) -> rules.Rule:
-    """At most `count` leaves. The integer 1 is refused as ambiguous; a tiny fraction is one leaf."""
-    return rules.Optimal(leaves=count if count > 1 else 1e-9)
-
-
 def random_case(seed: int) -> Case:
     """The case of a seed."""
     generator = np.random.default_rng(seed)

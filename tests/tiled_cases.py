@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import tiled_attention as eager_attention
@@ -137,6 +137,16 @@ def make_case(
     case = TiledCase(q, k, v, tiling, {"scale": dims[0] ** -0.5} | settings)
     case = case.map(lambda x: (x.cumsum(2) / 6 if smooth else x).to(dtype))
     return case.masked(draw_mask(np.random.default_rng(seed), batch, tiling)) if masked else case
+
+
+def smooth_fields(seed: int, height: int, width: int = 0, heads: int = 3) -> Tensor:
+    """Return q, k and v (3, 1, heads, tokens, 64) that vary slowly over a grid, square without a width:
+    the example of the manual."""
+    size = (height, width or height)
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(3 * heads, 64, *(x // 8 for x in size), generator=generator)
+    grown = interpolate(coarse, size=size, mode="bicubic")
+    return grown.flatten(2).mT.reshape(3, 1, heads, size[0] * size[1], 64)
 
 
 def draw_case(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> TiledCase:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import bmfa
 from bmfa import Grid, certify, rules, screened_attention
@@ -22,6 +22,7 @@ from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
 from cases import RULES, noise, nudged, random_mask
+from tiled_cases import smooth_fields
 from tree_oracle import tree_attention
 
 GRID = Grid(4, 4)
@@ -234,14 +235,8 @@ def test_rules_and_pyramids_take_one_frame() -> None:
 
 
 def test_a_query_grid_meets_its_target_and_reports_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def field(height: int, width: int) -> Tensor:
-        coarse = torch.randn(2, 64, height // 8, width // 8, generator=generator)
-        grown = interpolate(coarse, size=(height, width), mode="bicubic")
-        return 1.5 * grown.flatten(2).mT.unsqueeze(0)
-
-    q, k, v = field(64, 64), field(40, 48), field(40, 48)
+    (q, *_), (_, k, v) = smooth_fields(0, 64, heads=2), smooth_fields(1, 40, 48, heads=2)
+    q, k, v = 1.5 * q, 1.5 * k, 1.5 * v
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
     grids: dict[str, Any] = {"grid": (40, 48), "query_grid": (64, 64)}
     for target in (0.03, 0.05):

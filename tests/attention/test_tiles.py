@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from bmfa import Grid
 from bmfa.attention.kernels.eager.tiles import attention, heads
@@ -30,6 +29,7 @@ from tiled_cases import (
     largest_score,
     make_case,
     same,
+    smooth_fields,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -230,10 +230,7 @@ def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles
     """The example of the manual, with queries multiplied by a factor."""
     if backend is TRITON:
         pytest.skip("4,096 tokens are slow in the interpreter; test_gpu.py has them")
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(9, 64, 8, 8, generator=generator)
-    grown = interpolate(coarse, size=64, mode="bicubic")
-    q, k, v = grown.reshape(3, 1, 3, 64, 64 * 64).mT
+    q, k, v = smooth_fields(0, 64)
     settings = {"prefix": 0, "scale": 0.125, "tau": 1.0}
     for factor in (1.0, 2.0, 3.0, 4.0):
         case = TiledCase(q * factor, k, v, Tiling(Grid(64, 64)), settings)

@@ -14,7 +14,7 @@ from bmfa.trees.build import screen
 from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.tree import Tree
-from cases import every_rule, leaf_budget, noise, random_case, random_scores
+from cases import every_rule, noise, random_case, random_scores
 from tree_oracle import Node, Oracle
 
 EXACT = 1e-10
@@ -101,9 +101,8 @@ def test_corollary_attention_output_bound():
         values[kept, 0] = 5.0 * torch.where(p > q, 1.0, -1.0).double()
         distance = ((p - q) @ values[kept]).norm()
         assert distance <= tree.output_bound(scores, values) + EXACT
-        assert (p - q).abs().sum() <= tree.output_bound(
-            scores, torch.ones_like(values[:, :1])
-        ) + EXACT
+        ones = torch.ones_like(values[:, :1])
+        assert (p - q).abs().sum() <= tree.output_bound(scores, ones) + EXACT
 
 
 def test_the_output_bound_of_values_as_attention_has_them():
@@ -178,32 +177,25 @@ def test_proposition_one_step_incompleteness():
 
 @every_grid
 def test_proposition_threshold_nesting(sizes):
-    for size, (name, epsilons) in itertools.product(sizes, THRESHOLDS.items()):
+    """Of thresholds, and of budgets, coins and depths."""
+    families = [[f"{name}:{epsilon}" for epsilon in x] for name, x in THRESHOLDS.items()]
+    small = [[rules.Optimal(leaves=x) for x in (1.0, 0.3, 0.1, 0.02, 1e-9)]]
+    small += [[rules.Optimal(error=x) for x in (0.0, 1e-6, 0.01, 0.2, 50.0)]]
+    small += [[rules.RandomQuadrants(x, 1) for x in (1.0, 0.7, 0.3, 0.0)]]
+    small += [[rules.FixedDepth(x) for x in (9, 4, 2, 1, 0)]]
+    for size in sizes:
         grid = Grid(*size)
         scores = fields(grid)
-        trees = [screen(scores, grid, f"{name}:{epsilon}") for epsilon in epsilons]
-        for fine, coarse in itertools.pairwise(trees):
-            assert bool(fine.refines(coarse).all()), coarse.rule
-            assert bool((fine.leaf_count >= coarse.leaf_count).all())
-            assert bool((fine.error(scores) <= coarse.error(scores) + EXACT).all())
-        if grid.size >= 196:
-            assert bool(trees[0].leaf_count[0] > trees[-1].leaf_count[0]), "nothing was compared"
-
-
-def test_nesting_of_budgets_and_of_coins():
-    for seed in range(4):
-        grid = Grid(14, 14)
-        scores = fields(grid, seed=seed)
-        for family in (
-            [leaf_budget(n) for n in (196, 50, 20, 5, 1)],
-            [rules.Optimal(error=e) for e in (0.0, 1e-6, 0.01, 0.2, 50.0)],
-            [rules.RandomQuadrants(p, seed) for p in (1.0, 0.7, 0.3, 0.0)],
-            [rules.FixedDepth(d) for d in (9, 4, 2, 1, 0)],
-        ):
+        for family in families + (small if grid.size < 1000 else []):
             trees = [screen(scores, grid, rule) for rule in family]
             for fine, coarse in itertools.pairwise(trees):
-                assert bool(fine.refines(coarse).all()), family
-            assert trees[0].leaf_count[0] > trees[-1].leaf_count[0]
+                assert bool(fine.refines(coarse).all()), coarse.rule
+                assert bool((fine.leaf_count >= coarse.leaf_count).all())
+                assert bool((fine.error(scores) <= coarse.error(scores) + EXACT).all())
+            if grid.size >= 196:
+                assert bool(trees[0].leaf_count[0] > trees[-1].leaf_count[0]), (
+                    "nothing was compared"
+                )
 
 
 @every_grid
