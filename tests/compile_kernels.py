@@ -25,25 +25,24 @@ POINTERS |= {INT: "*i32", torch.uint8: "*u8"}
 
 
 class Built(NamedTuple):
-    """A compiled kernel: the head dimension, whether queries have a grid, and bytes of shared memory."""
+    """A compiled kernel, its head dimension, and bytes of shared memory."""
 
     kernel: str
     dim: int
-    own_grid: bool
     shared: int
 
 
 def compile_kernels(which: str, folder: Path) -> list[Built]:
-    """Compile "merging", "tiles" or "all tiles" in a process without the interpreter."""
+    """Compile "merging", "tiles" or "more tiles" in a process without the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     command = [sys.executable, __file__, which]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (line.split() for line in done.stdout.splitlines())
-    return [Built(name, int(dim), own == "True", int(shared)) for name, dim, own, shared in lines]
+    return [Built(name, int(dim), int(shared)) for name, dim, shared in lines]
 
 
-def build(kernel, dtypes, rest, options, dim=0, own_grid=False):
+def build(kernel, dtypes, rest, options, dim=64):
     """Compile with tensors of these dtypes, followed by the other arguments of a launch."""
     signature = {n: POINTERS[t] for n, t in zip(kernel.arg_names, dtypes, strict=False)}
     constants = {}
@@ -56,36 +55,27 @@ def build(kernel, dtypes, rest, options, dim=0, own_grid=False):
     source = ASTSource(kernel, signature, constants)
     options = {name: value for name, value in options.items() if value is not None}
     built = triton.compile(source, target=HOPPER, options=options)
-    print(kernel.__name__, dim, own_grid, built.metadata.shared)
+    print(kernel.__name__, dim, built.metadata.shared)
 
 
 def tiled(dim, dtype, masked, prefix, group_tiles, query_grid=None, query_prefix=0):
-    """Compile all kernels; with a grid of the queries, only those that it makes a difference to, for
-    three heads that share keys."""
+    """Compile all kernels; with a grid of the queries, for three heads that share keys."""
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     tiling = Tiling(Grid(side, side), 8, query_grid, group_tiles, probes_per_group=1)
-    own_grid = query_grid is not None
-    queries = (query_prefix if own_grid else prefix) + tiling.queries.grid.size
-    shared = 3 if own_grid else 1
-    rest = (dtype, 0, masked, shared, tiling, prefix, 0.125)
+    before, shared = (prefix, 1) if query_grid is None else (query_prefix, 3)
+    queries, rest = (
+        before + tiling.queries.grid.size,
+        (dtype, 0, masked, shared, tiling, prefix, 0.125),
+    )
     key = launch.CallKey((1, 3, queries, dim), strides, *rest)
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
     dtypes |= {"expanded_count": INT, "coarse_bits": INT, "probes": torch.float64}
     dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
-        if not own_grid or "OWN_GRID" in plan.kernel.arg_names:
-            tensors = [dtypes[chain.names[place]] for place in places]
-            build(plan.kernel, tensors, plan.rest, plan.options, dim, own_grid)
-
-
-def all_tiled():
-    tiled(32, HALF, True, 0, 1)
-    tiled(96, BRAIN, False, 17, 2)
-    tiled(128, SINGLE, True, 1, 2)
-    tiled(80, HALF, False, 17, 2, Grid(200, 210))
-    tiled(128, SINGLE, True, 0, 1, Grid(60, 100, frames=2), 17)
+        tensors = [dtypes[chain.names[place]] for place in places]
+        build(plan.kernel, tensors, plan.rest, plan.options, dim)
 
 
 def qkv(tokens, dtype):
@@ -115,7 +105,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "merging":
         merging()
     elif sys.argv[1] == "tiles":
-        tiled(64, BRAIN, False, 1, 2)
         tiled(80, BRAIN, True, 17, 1, Grid(60, 100, frames=2), 3)  # the dimension is no power of 2
     else:
-        all_tiled()
+        tiled(64, BRAIN, False, 1, 2)
+        tiled(128, SINGLE, True, 1, 2)

@@ -85,10 +85,7 @@ def test_refines_agrees_with_the_leaves():
         for fine, coarse in itertools.product(trees, trees):
             pairs = zip(fine.leaf_index.tolist(), coarse.leaf_index.tolist(), strict=True)
             distinct = [len(set(zip(*pair, strict=True))) for pair in pairs]
-            assert (
-                fine.refines(coarse).tolist()
-                == (fine.leaf_count == torch.tensor(distinct)).tolist()
-            )
+            assert torch.equal(fine.refines(coarse), fine.leaf_count == torch.tensor(distinct))
 
 
 def test_half_precision_scores_are_taken_in_float32():
