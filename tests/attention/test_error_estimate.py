@@ -52,6 +52,8 @@ def test_the_error_is_a_ratio_of_weighted_sums() -> None:
         other = estimate(np.array(rows) * (size**2, size**2, 1.0), 0.2)
         for name in ("estimate", "uncertainty", "upper", "p95"):
             assert getattr(other, name) == pytest.approx(getattr(got, name), rel=1e-12)
+    with pytest.raises(AttributeError):
+        got.estimate = 0.0  # type: ignore[misc]
     # A probe counts for as many queries as its weight says.
     assert estimate([[9.0, 1.0, 4.0], [1.0, 1.0, 94.0], [4.0, 1.0, 2.0]]).p95 == 2.0
     for few, error, uncertainty in (
