@@ -1,6 +1,7 @@
 """Seeded random screening problems, what the trees say of them, and q, k, v of real models."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import given, settings, strategies
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,24 +46,26 @@ GRIDS = [
     (16, 16),
     (12, 9),
 ]
-
-RULES = (  # of each kind
-    "gamma:0.05",
-    "gamma-h2:0.02",
-    "exact-gap:0.1",
-    "certified:0.2",
-    "mass:0.005",
-    "mass-coarse:0.005",
-    "optimal:0.003",
-    "optimal-leaves:0.3",
-    "optimal-error:0.02",
-    "fixed-depth:1",
-    "fixed-blocks:2",
-    "quadrant-gap:0.3",
-    "variance:0.3",
-    "random-quadrants:0.5",
-    "global-mean",
+NAMES = (  # of rules of each kind
+    "gamma:0.05 gamma-h2:0.02 exact-gap:0.1 certified:0.2 mass:0.005 mass-coarse:0.005 optimal:0.003 "
+    "optimal-leaves:0.3 optimal-error:0.02 fixed-depth:1 fixed-blocks:2 quadrant-gap:0.3 variance:0.3 "
+    "random-quadrants:0.5 global-mean"
 )
+RULES = tuple(NAMES.split())
+
+
+EPS = torch.finfo(torch.float64).eps
+taus = strategies.sampled_from([1e-3, 0.1, 0.5, 1.0, 2.0, 30.0, 1e3])
+
+
+def property_test(*arguments: Any, examples: int = 50, **named: Any) -> Callable[..., Any]:
+    """A test by Hypothesis with these strategies, whose examples are the same in every run."""
+    repeat = settings(deadline=None, derandomize=True, max_examples=examples)
+    return lambda test: repeat(given(*arguments, **named)(test))
+
+
+def tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -139,11 +143,6 @@ def every_rule(generator: np.random.Generator) -> list[rules.Rule]:
     ]
 
 
-def leaf_budget(count: int) -> rules.Rule:
-    """At most `count` leaves. The integer 1 is refused as ambiguous; a tiny fraction is one leaf."""
-    return rules.Optimal(leaves=count if count > 1 else 1e-9)
-
-
 def random_case(seed: int) -> Case:
     """The case of a seed."""
     generator = np.random.default_rng(seed)
@@ -180,12 +179,8 @@ class Largest(TorchDispatchMode):
 
 def nudged(rule: rules.Rule, factor: float) -> rules.Rule:
     """The rule with its threshold moved by a factor: trees that differ show a tie within rounding."""
-    moved = {
-        name: value * factor
-        for name in ("epsilon", "penalty", "error")
-        if isinstance(value := getattr(rule, name, None), float)
-    }
-    return replace(rule, **moved)
+    values = {name: getattr(rule, name, None) for name in ("epsilon", "penalty", "error")}
+    return replace(rule, **{n: x * factor for n, x in values.items() if isinstance(x, float)})
 
 
 MODELS = {  # name, weights in BMFA_ASSETS, and side of a patch
@@ -205,6 +200,5 @@ def recorded_blocks(model: str, tokens_across: int, images: int = 1) -> Any:
 
     assets = Path(os.environ["BMFA_ASSETS"])
     name, weights, patch = MODELS[model]
-    weights_file, photos = str(assets / "weights" / weights), str(assets / "photos")
-    source = InputSource(name, weights_file, photos, images=images)
-    return source.record(patch * tokens_across, list(range(12)))
+    files = str(assets / "weights" / weights), str(assets / "photos")
+    return InputSource(name, *files, images=images).record(patch * tokens_across, list(range(12)))

@@ -6,22 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bmfa import bounds, energy
+from cases import EPS, property_test, taus, tensor
 
-EPS = torch.finfo(torch.float64).eps
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 DTYPES = [torch.float64, torch.float32]
 
-taus = st.sampled_from([1e-3, 0.1, 0.5, 1.0, 2.0, 30.0, 1e3])
 seeds = st.integers(0, 2**32 - 1)
-
-
-def tensor(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def random_blocks(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -56,8 +49,7 @@ def slack(dtype: torch.dtype, condition: float) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_theorem_range_upper_bound(dtype: torch.dtype, seed: int, tau: float) -> None:
     scores = random_blocks(seed, dtype)
     gap = energy.gap(scores.double(), tau=tau)
@@ -71,8 +63,7 @@ def test_theorem_range_upper_bound(dtype: torch.dtype, seed: int, tau: float) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_bounds_enclose_the_gap_without_tolerance(dtype, seed, tau):
     scores = random_blocks(seed, dtype)
     gap = energy.gap(scores.double(), tau=tau)
@@ -85,8 +76,7 @@ def test_bounds_enclose_the_gap_without_tolerance(dtype, seed, tau):
         assert bool((least <= gap).all())
 
 
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_bennett_below_hoeffding(seed: int, tau: float) -> None:
     centered = energy.centered(random_blocks(seed))
     low, high, _, variance = statistics(centered)
@@ -100,8 +90,7 @@ def test_bennett_below_hoeffding(seed: int, tau: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@PROPERTY
-@given(
+@property_test(
     minority=st.integers(1, 8),
     majority=st.integers(8, 32),
     delta=st.floats(2**-20, 100, width=32),
@@ -123,8 +112,7 @@ def test_two_values_attain_supremum_and_infimum(dtype, minority, majority, delta
     assert gap * (1 - tolerance) <= least <= gap
 
 
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_bounds_are_monotone(seed: int, tau: float) -> None:
     low, high, _, variance = statistics(energy.centered(random_blocks(seed)))
     # A step of 1e-9 moves a bound by more than the 1e-12 that its rounding does.
@@ -183,8 +171,7 @@ def test_extreme_ranges() -> None:
         assert bounds.bennett(1e-300, 0.0, 1e100) == pytest.approx(1e-300, rel=1e-14)
 
 
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_theorem_recursive_residual_as_a_bound(seed: int, tau: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     scale = 2.0 ** int(torch.randint(-20, 14, (), generator=generator))
@@ -201,27 +188,6 @@ def test_theorem_recursive_residual_as_a_bound(seed: int, tau: float) -> None:
     torch.testing.assert_close(exact, gap, rtol=tolerance, atol=1e-300)
     for child in (bounds.hoeffding(low, high, tau), bounds.bennett(high, mean, variance, tau)):
         assert holds(bounds.recursive(mean, count, child, tau), gap)
-
-
-@PROPERTY
-@given(seed=seeds, tau=taus)
-def test_recursive_bound_of_rounded_means(seed: int, tau: float) -> None:
-    scores = random_blocks(seed)
-    labels = torch.arange(scores.shape[-1]) % 5
-    gap = energy.gap(scores, tau=tau)
-    columns = [scores[:, labels == label] for label in range(5)]
-    counts = tensor([float(column.shape[-1]) for column in columns])
-    present = [column for column in columns if column.shape[-1]]
-    absent = [torch.zeros(64, dtype=torch.float64)] * (5 - len(present))
-    means = torch.stack([energy.mean(column) for column in present] + absent, -1)
-    # A child that does not exist has weight 0, and a bound that would show.
-    wild = [torch.full((64,), 1e6, dtype=torch.float64)] * (5 - len(present))
-    gaps = torch.stack([energy.gap(column, tau=tau) for column in present] + wild, -1)
-    bound = bounds.recursive(means, counts, gaps, tau)
-    margin = bounds.score_margin(EPS * scores.abs().amax(-1))  # an ulp of each mean
-    assert holds(bound + margin, gap)
-    tolerance = slack(torch.float64, 36)
-    assert bool((bound <= gap * (1 + tolerance) + margin + 1e-300).all())
 
 
 def recursive_gap(means: Tensor, weights: Tensor, gaps: Tensor, tau: float) -> np.ndarray:
@@ -272,8 +238,7 @@ def test_recursive_bound_where_child_masses_underflow() -> None:
     assert bounds.recursive(tensor([5.0, 5.0]), tensor([3.0, 1.0]), tensor([0.0, 0.0])) == 0
 
 
-@PROPERTY
-@given(seed=seeds, tau=taus, delta=st.floats(0, 10))
+@property_test(seed=seeds, tau=taus, delta=st.floats(0, 10))
 def test_proposition_score_stability(seed: int, tau: float, delta: float) -> None:
     scores = random_blocks(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -286,8 +251,7 @@ def test_proposition_score_stability(seed: int, tau: float, delta: float) -> Non
     assert bool((difference <= bounds.score_margin(delta) + tolerance).all())
 
 
-@PROPERTY
-@given(seed=seeds, tau=taus)
+@property_test(seed=seeds, tau=taus)
 def test_certificate_bounds_the_global_error(seed: int, tau: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** (6 * torch.rand((), generator=generator, dtype=torch.float64) - 4)
@@ -382,8 +346,7 @@ def test_certificate_in_the_log_domain() -> None:
     assert certificate(1.0, 0.5) >= 0.5
 
 
-@PROPERTY
-@given(st.floats(0, 1e4), st.floats(0, 1e4), taus)
+@property_test(st.floats(0, 1e4), st.floats(0, 1e4), taus)
 def test_output_bound(error: float, value_norm: float, tau: float) -> None:
     bound = bounds.output_bound(error, value_norm, tau).item()
     exact = value_norm * math.sqrt(error) * math.sqrt(2 / tau)  # error / tau may be subnormal

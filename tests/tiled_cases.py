@@ -1,15 +1,15 @@
 """Seeded problems of tiled attention, the backends that solve them, and the float64 specification."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import tiled_attention as eager_attention
@@ -22,6 +22,7 @@ NAMED_GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (16, 25), (24, 40), (37
 KINDS = ("noise", "smooth", "bright", "constant", "offset")
 DIMS = (16, 17, 24, 32, 33, 64, 72, 80, 96, 128, 160, 256)
 LAYOUTS = ("contiguous", "packed", "tokens first", "strided", "one image", "one head")
+T = TypeVar("T")
 BLOCK = 64  # keys of which the native kernels sum the weights one by one
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"  # of the Triton kernels
@@ -138,6 +139,16 @@ def make_case(
     return case.masked(draw_mask(np.random.default_rng(seed), batch, tiling)) if masked else case
 
 
+def smooth_fields(seed: int, height: int, width: int = 0, heads: int = 3) -> Tensor:
+    """Return q, k and v (3, 1, heads, tokens, 64) that vary slowly over a grid, square without a width:
+    the example of the manual."""
+    size = (height, width or height)
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(3 * heads, 64, *(x // 8 for x in size), generator=generator)
+    grown = interpolate(coarse, size=size, mode="bicubic")
+    return grown.flatten(2).mT.reshape(3, 1, heads, size[0] * size[1], 64)
+
+
 def draw_case(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> TiledCase:
     """Draw a case of self-attention or, in a third of the cases, of queries with their own grid.
 
@@ -151,10 +162,7 @@ def draw_case(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
     rng = np.random.default_rng([seed, 22])
     drawn = _draw_options(rng) | options
     tiling = Tiling(
-        drawn["grid"],
-        drawn["side"],
-        drawn["query_grid"],
-        drawn["group_tiles"],
+        *(drawn[x] for x in ("grid", "side", "query_grid", "group_tiles")),
         probes_per_group=drawn["probes"],
     )
     (d, e), prefix, batch = drawn["dims"], drawn["prefix"], drawn["batch"]
@@ -264,9 +272,7 @@ class Backend:
     attend: Callable[[TiledCase, dict[str, Any]], TiledAttention]
     dtypes: tuple[torch.dtype, ...]
     unavailable: str | None = None
-    limits: Callable[[int], dict[str, Any]] = (
-        lambda seed: {}
-    )  # options of drawn cases by their seed
+    limits: Callable[[int], dict[str, Any]] = lambda seed: {}  # of drawn cases by their seed
     blocks: bool = False  # sums of weights are those of the native kernels
     stores: bool = False  # what it computes is stored in the dtype of q
     choices: int = MOST_CHOICES  # that thresholds for a target are chosen, at most
@@ -285,6 +291,16 @@ class Backend:
     def make(self, seed: int, grid: Any, **options: Any) -> TiledCase:
         probes = self.limits(seed).get("probes", 0)
         return make_case(seed, grid, **{"probes": probes} | options)
+
+    def thin(self, cases: Iterable[T], step: int = 3) -> list[T]:
+        """All cases; of those for Triton's interpreter, which is slow, each `step`-th one."""
+        return list(cases)[:: step if self.name == "triton" else 1]
+
+    def exact_heads(self, grid: Any = (13, 24), **options: Any) -> TiledCase:
+        """Nothing is expanded in the first of three heads, and much in the others."""
+        settings = {"scale": 0.2, "error": 0.05, "dense_threshold": 0.3}
+        case = self.make(4, grid, smooth=False, heads=3, **settings, **options)
+        return replace(case, q=case.q * torch.tensor([0.1, 4, 4]).to(case.q).view(1, 3, 1, 1))
 
     def sums(self, case: TiledCase) -> float:
         """Relative rounding of a sum of weights, if it is more than that of torch."""
@@ -380,16 +396,14 @@ def _run_triton(case: TiledCase, settings: dict[str, Any]) -> TiledAttention:
 
 def _limits_of_triton(seed: int) -> dict[str, Any]:
     dim = (32, 64, 80)[seed % 3]
-    return {"side": 8, "probes": 1, "dims": (dim, dim), "layout": LAYOUTS[seed % 3]}
+    sizes = {"side": 8, "probes": 1, "dims": (dim, dim), "batch": 1, "heads": (2, 1 + seed % 2)}
+    return sizes | {"layout": LAYOUTS[seed % 3]}
 
 
 EAGER = Backend("eager", _run_eager, (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+HALF_TYPES = (torch.bfloat16, torch.float16)
 NATIVE = Backend(
-    "native",
-    _run_native,
-    (torch.float32, torch.bfloat16, torch.float16),
-    library.unavailable_reason(),
-    blocks=True,
+    "native", _run_native, (torch.float32, *HALF_TYPES), library.unavailable_reason(), blocks=True
 )
 TRITON = Backend(
     "triton",

@@ -1,14 +1,13 @@
 """Screened attention: trees against the float64 oracle, gradients, grids of frames and of queries, and
 heads that share keys."""
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import bmfa
 from bmfa import Grid, certify, rules, screened_attention
@@ -22,24 +21,18 @@ from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
-from cases import RULES, nudged
+from cases import RULES, noise, nudged, random_mask
+from tiled_cases import smooth_fields
 from tree_oracle import tree_attention
 
 GRID = Grid(4, 4)
 GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
+DRAWN = (0, 3), (1, 3), (1, 3), (1, 9)  # prefix, batch, heads and head dimension
 
 
-def tensors(seed, grid, prefix=1, batch=2, heads=2, width=8, dtype=torch.float64, sharpness=2.0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, heads, prefix + grid.size, width)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    return (sharpness * q).to(dtype), k.to(dtype), v.to(dtype)
-
-
-def random_mask(seed, batch, grid):
-    mask = torch.rand(batch, grid.size, generator=torch.Generator().manual_seed(seed)) < 0.7
-    mask[:, seed % grid.size] = True
-    return mask
+def tensors(seed, grid, prefix=1, batch=2, heads=2, width=8, sharpness=2.0):
+    q, k, v = noise(3, batch, heads, prefix + grid.size, width, seed=seed)
+    return sharpness * q, k, v
 
 
 def seen_queries(valid, prefix=1):
@@ -56,36 +49,26 @@ def equals_oracle(result, oracle, atol=1e-12):
     return True
 
 
-def test_trees_and_outputs_equal_the_oracle():
-    for name, (seed, size) in itertools.product(RULES, enumerate(GRIDS)):
-        rule, prefix = parse(name, seed), seed % 3
-        q, k, v = tensors(seed, Grid(*size), prefix)
-        tau, valid = (1.0, 0.7)[seed % 2], (None, random_mask(seed, 2, Grid(*size)))[seed // 2 % 2]
-        common = {"prefix": prefix, "tau": tau, "valid": valid}
-        oracle = tree_attention(q, k, v, size, rule, **common)
-        result = screened_attention(q, k, v, grid=size, rule=rule, **common)
-        assert equals_oracle(result, oracle), (name, size)
-
-
-@pytest.mark.slow
-def test_seeded_cases_equal_the_oracle():
+@pytest.mark.parametrize("seeds", [range(90), pytest.param(range(90, 600), marks=pytest.mark.slow)])
+def test_trees_and_outputs_equal_the_oracle(seeds):
+    """Where a score lies within rounding of a threshold, the tree is that of a threshold nearby."""
     ties = 0
-    for seed in range(1000):
+    for seed in seeds:
         generator = np.random.default_rng(seed)
-        size = tuple(int(side) for side in generator.integers(1, 6, size=2))
-        rule, prefix = parse(RULES[seed % len(RULES)], seed), int(generator.integers(0, 3))
-        width = int(generator.integers(1, 9))
-        q, k, v = tensors(seed, Grid(*size), prefix, batch=1, heads=1, width=width)
-        q = q[:, :, :2] if q.shape[2] > 1 else q
-        result = screened_attention(q, k, v, grid=size, prefix=prefix, rule=rule)
-        if not equals_oracle(result, tree_attention(q, k, v, size, rule, prefix=prefix)):
-            around = (
-                tree_attention(q, k, v, size, nudged(rule, factor), prefix=prefix)
-                for factor in (1 - 1e-9, 1 + 1e-9)
-            )
-            assert any(equals_oracle(result, one) for one in around), seed
+        size = GRIDS[seed % len(GRIDS)] if seed % 3 == 0 else generator.integers(1, 6, 2).tolist()
+        prefix, batch, heads, width = (int(generator.integers(*x)) for x in DRAWN)
+        grid, rule = Grid(*size), parse(RULES[seed % len(RULES)], seed)
+        q, k, v = tensors(seed, grid, prefix, batch, heads, width)
+        options = {"prefix": prefix, "tau": (1.0, 0.7)[seed % 2]}
+        options["valid"] = random_mask(batch, grid.size, seed=seed) if seed % 4 == 0 else None
+        queries = q if seed % 3 == 0 or seed % 4 == 0 else q[:, :, :2]
+        result = screened_attention(queries, k, v, grid=grid, rule=rule, **options)
+        if not equals_oracle(result, tree_attention(queries, k, v, size, rule, **options)):
+            around = (nudged(rule, factor) for factor in (1 - 1e-9, 1 + 1e-9))
+            oracles = (tree_attention(queries, k, v, size, near, **options) for near in around)
+            assert any(equals_oracle(result, oracle) for oracle in oracles), seed
             ties += 1
-    assert ties <= 5
+    assert ties <= 0.005 * len(seeds)
 
 
 # Gradients
@@ -108,7 +91,7 @@ def test_an_exact_gap_of_zero_has_the_gradients_of_attention_where_keys_tie():
     k[:, :, 1 : 1 + 16] = k[:, :, 1:2]
     k[:, :, 40:44] = k[:, :, 40:41] * (1 + 1e-15)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    for valid in (None, random_mask(0, 2, grid)):
+    for valid in (None, random_mask(2, grid.size)):
         seen = torch.ones(2, 1, 65, 1, dtype=torch.bool) if valid is None else seen_queries(valid)
         got = screened_attention(q, k, v, grid=grid, prefix=1, rule=rule, valid=valid)
         assert int(got.tree.leaf_count.min()) < grid.size
@@ -214,21 +197,10 @@ def test_some_queries_alone_take_a_rule():
 
 def smooth(seed: int, *shape: int) -> Tensor:
     """(..., tokens, d) float64 that vary slowly from token to token."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).cumsum(-2) / 6
+    return noise(*shape, seed=seed).cumsum(-2) / 6
 
 
 # Frames
-
-
-def test_frames_of_whole_tiles_are_one_tall_grid() -> None:
-    q, k, v = smooth(0, 3, 1, 2, 1 + 3 * 16 * 24, 32).float()
-    options: dict[str, Any] = {"prefix": 1, "error": 0.05, "allow_dense": False}
-    frames = screened_attention(q, k, v, grid=Grid(16, 24, frames=3), **options)
-    tall = screened_attention(q, k, v, grid=(48, 24), **options)
-    assert torch.equal(frames.output, tall.output)
-    assert frames.stats.density == tall.stats.density
-    assert torch.equal(frames.tree.leaf_index, tall.tree.leaf_index)
 
 
 def test_trees_certificates_and_statistics_of_frames() -> None:
@@ -263,14 +235,8 @@ def test_rules_and_pyramids_take_one_frame() -> None:
 
 
 def test_a_query_grid_meets_its_target_and_reports_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def field(height: int, width: int) -> Tensor:
-        coarse = torch.randn(2, 64, height // 8, width // 8, generator=generator)
-        grown = interpolate(coarse, size=(height, width), mode="bicubic")
-        return 1.5 * grown.flatten(2).mT.unsqueeze(0)
-
-    q, k, v = field(64, 64), field(40, 48), field(40, 48)
+    (q, *_), (_, k, v) = smooth_fields(0, 64, heads=2), smooth_fields(1, 40, 48, heads=2)
+    q, k, v = 1.5 * q, 1.5 * k, 1.5 * v
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
     grids: dict[str, Any] = {"grid": (40, 48), "query_grid": (64, 64)}
     for target in (0.03, 0.05):
@@ -306,12 +272,8 @@ def test_fewer_key_heads_equal_repeated_ones() -> None:
         k, v = (x.requires_grad_() for x in smooth(1, 2, 2, key_heads, 1 + 12 * 12, 16))
         copies = [x.repeat_interleave(4 // key_heads, 1) for x in (k, v)]
         exact = scaled_dot_product_attention(q, *copies, attn_mask=mask)
-        for settings in (
-            {},
-            {"error": 0.05, "allow_dense": False},
-            {"rule": "optimal:0.01"},
-            {"leaves": 0.4, "allow_dense": False},
-        ):
+        tiled = [{x: y, "allow_dense": False} for x, y in (("error", 0.05), ("leaves", 0.4))]
+        for settings in ({}, {"rule": "optimal:0.01"}, *tiled):
             options: dict[str, Any] = {"grid": (12, 12), "prefix": 1, "valid": valid} | settings
             results = [screened_attention(q, *x, **options) for x in ((k, v), copies)]
             assert results[0].stats.form == results[1].stats.form

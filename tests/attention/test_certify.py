@@ -23,6 +23,7 @@ from tree_oracle import tree_attention
 GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (11, 25), (16, 16), (5, 30), (24, 24))
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 Wide = npt.NDArray[np.longdouble]
+SLOW = pytest.mark.slow
 
 
 class Exact:
@@ -53,13 +54,8 @@ class Exact:
     def divergence(self, expanded: Tensor) -> Wide:
         """KL of the attention over tangents from exact attention, by its definition."""
         case, result = self.case, np.zeros(self.scores.shape[:2], np.longdouble)
-        tiles, groups = (
-            [[before + t for t in row if t >= 0 and seen[0, before + t]] for row in slots.tolist()]
-            for slots, before, seen in (
-                (case.tiling.slot_tokens, case.settings["prefix"], self.seen_keys),
-                (case.tiling.queries.slot_tokens, case.query_prefix, self.seen),
-            )
-        )
+        tiles = _members(case.tiling, case.settings["prefix"], self.seen_keys)
+        groups = _members(case.tiling.queries, case.query_prefix, self.seen)
         for h, (g, rows) in itertools.product(range(len(result)), enumerate(groups)):
             if rows:
                 # The same representative as in the certificate: float64 rounds it, and any will do.
@@ -76,6 +72,12 @@ class Exact:
                             logits[:, members] = tangent[:, None] + np.log(p)
                 result[h, rows] = _divergence(logits, self.scores[h, rows])
         return result
+
+
+def _members(tiling: Any, before: int, seen: npt.NDArray[np.bool_]) -> list[list[int]]:
+    """The tokens of each tile that exist, counted from the first of the prefix."""
+    rows = tiling.slot_tokens.tolist()
+    return [[before + t for t in row if t >= 0 and seen[0, before + t]] for row in rows]
 
 
 def _divergence(logits: Wide, scores: Wide) -> Wide:
@@ -193,19 +195,11 @@ def check(case: TiledCase, result: Screened, expanded: Tensor | None = None) -> 
     assert (energy >= case.settings["tau"] * exact.divergence(expanded) - rounding).all()
 
 
-def check_adversarial(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(0, 126, 6), pytest.param(range(126), marks=SLOW)])
+def test_no_adversarial_query_is_further_from_exact_than_its_certificate(seeds: range) -> None:
     for seed in seeds:
         for case in (adversarial(seed), adversarial_cross(seed)):
             check(case, run(case, error=(0.02, 0.1, 0.5)[seed % 3]))
-
-
-def test_no_adversarial_query_is_further_from_exact_than_its_certificate() -> None:
-    check_adversarial(range(0, 126, 6))
-
-
-@pytest.mark.slow
-def test_more_than_ten_thousand_adversarial_queries() -> None:
-    check_adversarial(range(126))
 
 
 def test_any_output_and_any_expanded_tiles_are_bounded() -> None:
@@ -246,18 +240,6 @@ def test_the_bound_is_the_distance_up_to_rounding() -> None:
         allowed = 64 * EPS64 * (4 * score + case.tiling.grid.size) * np.sqrt(squares[2])
         difference = certificate(case, result)[0] - exact.distance(result.output)
         assert difference.max() <= allowed + 1e-12
-
-
-def test_the_example_of_the_readme_scaled() -> None:
-    """q, k and v that are smooth over the grid."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(3, 6, 32, 4, 4, generator=generator)
-    field = torch.nn.functional.interpolate(coarse.flatten(0, 1), (32, 32), mode="bicubic")
-    q, k, v = field.view(3, 1, 6, 32, 32 * 32).mT[:, :, :2]
-    settings = {"prefix": 0, "tau": 1.0, "scale": 32**-0.5}
-    for size in (1.0, 3.0, 8.0):
-        case = TiledCase(q, k, v, Tiling(Grid(32, 32)), settings).map(lambda x, f=size: f * x)
-        check(case, run(case, error=0.05))
 
 
 def test_queries_and_keys_of_any_magnitude_and_nan() -> None:
@@ -301,9 +283,9 @@ def test_chunks_do_not_change_the_bound(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_backend_is_certified() -> None:
     """Triton rounds what it stores to the dtype."""
     pytest.importorskip("triton")
-    drawn = make_case(11, (16, 32), smooth=False, heads=2, prefix=2)
-    drawn.k[:, :, 2:] *= torch.linspace(0.1, 2, 16 * 32).view(-1, 1)
-    for dtype, backend in itertools.product((torch.float32, torch.float16), ("triton", "eager")):
+    drawn = make_case(11, (9, 30), smooth=False, heads=2, prefix=2)
+    drawn.k[:, :, 2:] *= torch.linspace(0.1, 2, 9 * 30).view(-1, 1)
+    for dtype, backend in ((torch.float32, "eager"), (torch.float16, "triton")):
         case = drawn.map(lambda x, to=dtype: x.to(to))
         result = run(case, leaves=0.5, backend=backend)
         assert 0 < (result.stats.density or 0.0) < 1
@@ -314,8 +296,9 @@ def test_every_backend_is_certified() -> None:
 
 def test_trees_for_each_query_are_certified_too() -> None:
     """The energy is that of the oracle, and by Pinsker's inequality it bounds the distance."""
-    for number, (masked, rule) in enumerate(itertools.product((False, True), RULES)):
-        dtype = DTYPES[number % 4] if masked else torch.float64
+    for number, rule in enumerate(RULES):
+        masked = number % 2 == 1
+        dtype = DTYPES[number // 2 % 4] if masked else torch.float64
         options = {"heads": 2, "dims": (8, 8), "prefix": 2, "tau": 0.7, "dtype": dtype}
         case = make_case(number, (6, 7), smooth=False, masked=masked, **options)
         case = replace(case, q=(0.1, 2.0, 30.0)[number % 3] * case.q).map(torch.nan_to_num)

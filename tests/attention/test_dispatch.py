@@ -20,8 +20,8 @@ needs_native = pytest.mark.skipif(
 RECORDS = Path(__file__).parents[2] / "records"
 
 
-def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
-    return torch.randn(1, heads, grid.size, 8, generator=torch.Generator().manual_seed(0))
+def queries(grid: Grid) -> torch.Tensor:
+    return torch.randn(1, 1, grid.size, 8, generator=torch.Generator().manual_seed(0))
 
 
 def tiles(
@@ -74,15 +74,10 @@ def test_the_constants_are_those_of_the_records() -> None:
 
 @needs_native
 def test_auto_reports_why_it_is_dense() -> None:
-    saves = "which saves less than tiles cost"
+    saves, least = "which saves less than tiles cost", dispatch.LEAST_TOKENS[dispatch.NATIVE]
     for grid, criterion, reason in (
-        (
-            Grid(14, 14),
-            {},
-            f"below {dispatch.LEAST_TOKENS[dispatch.NATIVE]} tokens, and there are 196",
-        ),
+        (Grid(14, 14), {}, f"below {least} tokens, and there are 196"),
         (LONG, {}, None),
-        (LONG, {"error": 0.05}, None),
         (LONG, {"error": 0.0}, f"error 0 would expand 100% of the tiles, {saves}"),
         (LONG, {"leaves": 1.0}, saves),
         (LONG, {"leaves": 0.1}, None),
@@ -167,9 +162,7 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
 
 
 @needs_native
-def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(monkeypatch):
     for setting in set(library.supported_sets()) & set(library.built_sets()):
         monkeypatch.setenv("BMFA_NATIVE", setting)
         for grid in (Grid(6, 6), LONG):
@@ -198,15 +191,13 @@ def test_what_the_native_kernels_cannot_run_is_dense_and_says_why() -> None:
         assert exact is not None and exact.backend == "dense"
 
 
-def test_without_native_kernels_calls_are_dense_and_say_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_native_kernels_calls_are_dense_and_say_why(monkeypatch):
     monkeypatch.setenv("BMFA_NATIVE", "off")
     reason = library.unavailable_reason()
     q = queries(LONG)
-    result = screened_attention(q, q, q, grid=LONG)
-    assert (result.stats.backend, result.stats.form) == ("dense", "dense")
-    assert result.stats.reason == f"auto: dense, because native cannot run: {reason}"
+    stats = screened_attention(q, q, q, grid=LONG).stats
+    assert (stats.backend, stats.form) == ("dense", "dense")
+    assert stats.reason == f"auto: dense, because native cannot run: {reason}"
     with pytest.raises(ValueError, match="backend='native' cannot run this call"):
         screened_attention(q, q, q, grid=LONG, backend="native")
     small = queries(Grid(6, 6))

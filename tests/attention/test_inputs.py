@@ -1,9 +1,7 @@
 """Arguments as users of scaled_dot_product_attention pass them: supported, or refused with a hint."""
 
-import copy
 import inspect
 import itertools
-import pickle
 from typing import Any
 
 import numpy as np
@@ -12,10 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import bmfa
 from bmfa import Grid, rules, screen, screen_keys, screened_attention
-from bmfa.models import embedded, patch
-from bmfa.models.patching import layer_indices
 
 GRID, PREFIX = Grid(9, 12), 2
 SIZE = PREFIX + GRID.size
@@ -67,52 +62,30 @@ def test_sdpa_arguments_are_refused_with_a_hint() -> None:
 # Grids
 
 
-def test_grids() -> None:
-    for sizes, message in (
-        ((196,), r"Grid got \(196\); did you mean Grid\(14, 14\)\?"),
-        ((4, 7, 7), r"Grid got \(4, 7, 7\); did you mean Grid\(7, 7\)\? A grid has two sides"),
-        (((9, 12),), r"did you mean Grid\(9, 12\)\?"),
-        ((200,), r"Grid got \(200\); pass Grid\(height, width\)"),
-        ((), "Grid got nothing"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            Grid(*sizes)
-    grid = Grid(height=np.int64(9), width=np.uint8(12))  # type: ignore[arg-type]
-    assert grid == GRID and hash(grid) == hash(GRID) and repr(grid) == "Grid(height=9, width=12)"
-    assert copy.deepcopy(grid) == pickle.loads(pickle.dumps(grid)) == GRID
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        Grid(9, breadth=12)  # type: ignore[call-arg]
-
-
 def test_a_pair_is_accepted_wherever_a_grid_is() -> None:
     q, k, v = tokens()
-    for settings in ({}, {"allow_dense": False, "error": 0.1}, {"rule": "gamma:0.1"}):
-        want = attend(q, k, v, **settings)
-        for pair in ((9, 12), [9, 12], torch.Size((9, 12)), (np.int64(9), 12)):
-            assert torch.equal(attend(q, k, v, grid=pair, **settings), want)
-    pair = (9, 12)
     scores, keys = q[..., PREFIX:, 0], k[:, :, PREFIX:]
-    for trees in (
-        [screen(scores, grid, "gamma:0.1") for grid in (pair, GRID)],
-        [screen_keys(q, keys, grid, "gamma:0.1") for grid in (pair, GRID)],
+    for call in (
+        lambda grid: attend(q, k, v, grid=grid),
+        lambda grid: attend(q, k, v, grid=grid, allow_dense=False, error=0.1),
+        lambda grid: attend(q, k, v, grid=grid, rule="gamma:0.1"),
+        lambda grid: screen(scores, grid, "gamma:0.1").leaf_index,
+        lambda grid: screen_keys(q, keys, grid, "gamma:0.1").leaf_index,
     ):
-        assert torch.equal(*(tree.leaf_index for tree in trees))
+        for pair in ((9, 12), [9, 12], torch.Size((9, 12)), (np.int64(9), 12)):
+            assert torch.equal(call(pair), call(GRID))
 
 
 def test_invalid_grids_are_refused() -> None:
     for grid, message in (
         (108, r"grid is 108; pass Grid\(height, width\), or the pair"),
-        (144, r"did you mean Grid\(12, 12\)\?"),
         ((2, 9, 12), r"grid is \(2, 9, 12\); did you mean Grid\(9, 12\)\?"),
-        ("9x12", "grid is '9x12'"),
         (None, "grid is None"),
-        ((9.0, 12.0), "height is 9.0"),
     ):
         refuses(TypeError, message, grid=grid)
         with pytest.raises(TypeError, match=message):
             screen(torch.zeros(108), grid, "gamma:0.1")
-    message = r"k has 110 tokens; .* make 108; pass prefix=2 if the first 2"
-    refuses(ValueError, message, prefix=0)
+    refuses(ValueError, r"k has 110 tokens; .* make 108; pass prefix=2 if the first 2", prefix=0)
     refuses(ValueError, "make 122; pass the grid of the tokens", grid=Grid(10, 12))
 
 
@@ -127,12 +100,9 @@ def test_bad_settings_are_refused_with_the_value() -> None:
         ({"scale": float("nan")}, "scale is nan"),
         ({"error": -1.0}, "error is -1.0"),
         ({"error": 3}, "error is 3; pass a fraction: 0.03 is 3 %"),
-        ({"leaves": 0}, "leaves is 0"),
-        ({"leaves": 109}, "leaves is 109"),
-        ({"leaves": 1.5}, "leaves is 1.5"),
+        *(({"leaves": x}, f"leaves is {x}") for x in (0, 109, 1.5)),
         ({"leaves": 1}, r"one leaf or all tokens; pass leaves=1\.0"),
         ({"error": 0.1, "leaves": 3}, "error and leaves are given"),
-        ({"rule": "gamma"}, "rule 'gamma'"),
         ({"rule": "gama:0.005"}, "rule 'gama:0.005' is unknown"),
         ({"rule": rules.Optimal(leaves=np.int64(200))}, "leaves is 200"),
         ({"max_depth": 2}, "max_depth is 2, which limits trees, and no rule is given"),
@@ -170,8 +140,8 @@ def test_numpy_scalars_are_numbers() -> None:
         (rules.FixedDepth(2), rules.FixedDepth(np.int8(2))),
     ):
         assert str(plain) == str(scalar)
-        assert torch.equal(attend(*qkv, rule=str(plain)), attend(*qkv, rule=plain))
-        assert torch.equal(attend(*qkv, rule=plain), attend(*qkv, rule=scalar))
+        outputs = [attend(*qkv, rule=x) for x in (str(plain), plain, scalar)]
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
     depths = [attend(*qkv, rule="gamma:0.1", max_depth=x) for x in (2, np.int64(2))]
     assert torch.equal(*depths)
 
@@ -250,27 +220,13 @@ def test_every_dtype_on_a_cpu_against_float64() -> None:
 
 
 def test_gradients_of_every_form_are_those_of_dense_attention() -> None:
-    gradients = []
-    for settings in (None, *EXACT):
+    def gradients(function: Any, **settings: Any) -> tuple[Tensor, ...]:
         qkv = [x.double().requires_grad_() for x in tokens()]
-        exact = settings is None
-        output = scaled_dot_product_attention(*qkv) if exact else attend(*qkv, **settings)
-        output.sin().sum().backward()
-        gradients.append([x.grad for x in qkv])
-        torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-9, atol=1e-9)
+        return torch.autograd.grad(function(*qkv, **settings).sin().sum(), qkv)
 
-
-def test_strides_do_not_change_the_output() -> None:
-    q, k, v = tokens()
-    heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    dims_first = [x.mT.contiguous().mT for x in (q, k, v)]
-    spread = [torch.stack((x, x), -1)[..., 0] for x in (q, k, v)]
+    want = gradients(scaled_dot_product_attention)
     for settings in EXACT:
-        want = attend(q, k, v, **settings)
-        for other in (heads_last, dims_first, spread):
-            torch.testing.assert_close(attend(*other, **settings), want, rtol=1e-5, atol=1e-6)
-        one = attend(q[:1].expand(2, -1, -1, -1), k, v, **settings)
-        torch.testing.assert_close(one[:1], want[:1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients(attend, **settings), want, rtol=1e-9, atol=1e-9)
 
 
 def test_mismatched_tensors_are_refused() -> None:
@@ -297,37 +253,3 @@ def test_mismatched_tensors_are_refused() -> None:
     ):
         for settings in EXACT:
             refuses(kind, message, *qkv, **settings)
-
-
-# Layers
-
-
-def test_layers_as_arrays_and_from_the_end() -> None:
-    for layers, meant in (
-        (np.array([5, 1]), (1, 5)),
-        (np.arange(3), (0, 1, 2)),
-        ([np.int64(2), 3], (2, 3)),
-        (torch.tensor([4]), (4,)),
-        ([-1], (11,)),
-        ([0, -12, -2], (0, 10)),
-        (range(2), (0, 1)),
-    ):
-        assert layer_indices(layers, 12) == meant
-        assert all(type(index) is int for index in layer_indices(layers, 12))
-    for layers, kind, message in (
-        (3, TypeError, r"layers is 3; pass \[3\] for that layer alone, 'last-3' for the last 3"),
-        (np.int64(3), TypeError, r"layers is 3; pass \[3\]"),
-        (None, TypeError, "layers is None; pass 'all', 'last-K' or a list"),
-        ([12], ValueError, "layers is 12; pass an integer from -12 to 11"),
-        ([-13], ValueError, "layers is -13"),
-        (np.array([True, False]), TypeError, "layers is True"),
-        ([1.0], TypeError, "layers is 1.0"),
-        (np.array([]), ValueError, "layers is empty"),
-    ):
-        with pytest.raises(kind, match=message):
-            layer_indices(layers, 12)
-    model = embedded.EmbeddedViT(dim=24, depth=3, num_heads=3).eval()
-    patch(model, rule="global-mean", layers=np.array([-1]))
-    with bmfa.record(model) as recording, torch.no_grad():
-        model(torch.zeros(1, 3, 112, 112))
-    assert list(recording.layers) == [2]

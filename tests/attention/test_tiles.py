@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from bmfa import Grid
 from bmfa.attention.kernels.eager.tiles import attention, heads
@@ -30,6 +29,7 @@ from tiled_cases import (
     largest_score,
     make_case,
     same,
+    smooth_fields,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -37,17 +37,17 @@ BUDGETS: tuple[dict[str, float], ...] = ({"expand": 0.0}, {"expand": 1.7}, {"err
 # First seed of drawn cases, the end of those of every run, and the end of those of a slow one.
 SEEDS = {
     "eager": {
-        torch.float64: (0, 50, 400),
+        torch.float64: (0, 30, 200),
         torch.float32: (1000, 1012, 1060),
         torch.float16: (1100, 1104, 1120),
         torch.bfloat16: (1200, 1204, 1220),
     },
     "native": {
-        torch.float32: (0, 40, 640),
-        torch.bfloat16: (2000, 2015, 2200),
-        torch.float16: (2000, 2015, 2200),
+        torch.float32: (0, 30, 250),
+        torch.bfloat16: (2000, 2012, 2100),
+        torch.float16: (2000, 2012, 2100),
     },
-    "triton": dict.fromkeys(TRITON.dtypes, (0, 6, 40)),
+    "triton": {x: (3 * i, 3 * i + 3, 3 * i + 12) for i, x in enumerate(TRITON.dtypes)},
 }
 
 
@@ -77,14 +77,16 @@ def test_drawn_cases_equal_the_specification(backend: Backend, slow: bool) -> No
 def test_named_grids_and_head_dimensions(backend: Backend) -> None:
     """Every dimension of keys and of values once, in mixtures, where the kernels take any."""
     most = 400 if backend is TRITON else 5000
-    for group_tiles, shape in itertools.product((1, 2), NAMED_GRIDS):
-        if math.prod(shape) <= most:
-            backend.check(backend.make(7, shape, group_tiles=group_tiles, error=0.03))
-            backend.check(backend.make(7, shape, group_tiles=group_tiles, expand=1.7))
+    shapes = [shape for shape in NAMED_GRIDS if math.prod(shape) <= most]
+    for number, shape in enumerate(shapes):
+        budgets = ({"error": 0.03}, {"expand": 1.7})
+        for group_tiles in (1, 2) if backend is not TRITON else (1 + number % 2,):
+            budget = budgets[number // 2 % 2]
+            backend.check(backend.make(7, shape, group_tiles=group_tiles, **budget))
     pairs = [(d, DIMS[(5 * i + 7) % len(DIMS)]) for i, d in enumerate(DIMS)]
     if backend is not NATIVE:
-        pairs = [(32, 32), (72, 72), (80, 80), (96, 96)] if backend is TRITON else [(5, 1), (1, 6)]
-    for dims, dtype in itertools.product(pairs, backend.dtypes):
+        pairs = [(72, 72), (80, 80), (96, 96)] if backend is TRITON else [(5, 1), (1, 6)]
+    for dims, dtype in backend.thin(itertools.product(pairs, backend.dtypes)):
         wide = 1 + dims[0] % 3 % 2
         case = backend.make(dims[0], (13, 23), dims=dims, dtype=dtype, group_tiles=wide, expand=2.0)
         assert expands_some(backend.check(case)[0])
@@ -92,6 +94,7 @@ def test_named_grids_and_head_dimensions(backend: Backend) -> None:
 
 def test_query_grids(backend: Backend) -> None:
     """Fewer and more queries, one group, one tile, frames, a long prefix, and a transposed grid."""
+    batch = 1 if backend is TRITON else 2
     for seed, (grid, query_grid, prefix, query_prefix) in enumerate(
         (
             (Grid(16, 18), Grid(8, 9), 1, 1),
@@ -103,13 +106,11 @@ def test_query_grids(backend: Backend) -> None:
             (Grid(10, 20), Grid(20, 10), 2, 2),
         )
     ):
-        prefixes = {"prefix": prefix, "query_prefix": query_prefix}
-        for masked, budget in ((False, {"error": 0.05}), (True, {"expand": 1.3})):
-            case = backend.make(
-                seed, grid, query_grid=query_grid, batch=2, masked=masked, **prefixes, **budget
-            )
-            got, _ = backend.check(case)
-            assert got.expanded.shape[-2:] == (case.tiling.groups, Tiling(grid).tiles)
+        options = {"prefix": prefix, "query_prefix": query_prefix, "batch": batch}
+        options |= {"masked": True, "expand": 1.3} if seed % 2 else {"error": 0.05}
+        case = backend.make(seed, grid, query_grid=query_grid, **options)
+        got, _ = backend.check(case)
+        assert got.expanded.shape[-2:] == (case.tiling.groups, Tiling(grid).tiles)
 
 
 def test_a_query_grid_that_is_the_grid_of_the_keys_gives_the_same(backend: Backend) -> None:
@@ -120,17 +121,10 @@ def test_a_query_grid_that_is_the_grid_of_the_keys_gives_the_same(backend: Backe
 
 
 def test_prefixes(backend: Backend) -> None:
-    """Prefixes of more than a block of keys, too; their outputs are exact."""
-    prefixes = (0, 1, 5, 33) if backend is TRITON else (0, 1, 5, 64, 131, 70)
-    for seed, prefix in enumerate(prefixes):
-        for masked, budget in ((False, {"error": 0.03}), (prefix % 2 == 1, {"expand": 1.7})):
-            case = backend.make(seed, (11, 24), prefix=prefix, masked=masked, **budget)
-            got, _ = backend.check(case)
-            assert expands_some(got) or "error" in budget, prefix
-            first = slice(0, prefix)
-            torch.testing.assert_close(
-                got.output[:, :, first].double(), case.dense()[:, :, first], rtol=1e-5, atol=1e-5
-            )
+    """Prefixes of more than a block of keys, too."""
+    for seed, prefix in enumerate((33,) if backend is TRITON else (0, 1, 64, 131, 70)):
+        for budget in ({"error": 0.03}, {"expand": 1.7, "masked": prefix % 2 == 1}):
+            backend.check(backend.make(seed, (11, 24), prefix=prefix, **budget))
 
 
 def test_more_groups_than_have_probes(backend: Backend) -> None:
@@ -148,7 +142,8 @@ def test_more_groups_than_have_probes(backend: Backend) -> None:
 
 def test_empty_tiles_and_groups(backend: Backend) -> None:
     """Tiles without a token: one at the first position, all at odd positions, all but one token."""
-    for group_tiles, dtype, prefix in itertools.product((1, 2), backend.dtypes, (0, 1)):
+    settings = itertools.product((1, 2), backend.dtypes, (0, 1))
+    for group_tiles, dtype, prefix in backend.thin(settings, 5):
         case = backend.make(
             2, (14, 24), batch=4, prefix=prefix, dtype=dtype, group_tiles=group_tiles, error=0.02
         )
@@ -176,8 +171,8 @@ def test_empty_tiles_and_groups(backend: Backend) -> None:
 
 def test_what_missing_tokens_hold_does_not_matter(backend: Backend) -> None:
     fillings = (0.0, torch.nan, torch.inf, *(() if backend is TRITON else (3e38,)))
-    for seed in range(2 if backend is TRITON else 6):
-        options = {"grid": Grid(12, 14)} if backend is TRITON else {}
+    options = {"grid": Grid(12, 14)} if backend is TRITON else {}
+    for seed in backend.thin(range(6), 6):
         case = backend.draw(8000 + seed, masked=True, layout="contiguous", **options)
         assert case.valid is not None
         first, *others = (backend.run(case.masked(case.valid, filling)) for filling in fillings)
@@ -185,8 +180,8 @@ def test_what_missing_tokens_hold_does_not_matter(backend: Backend) -> None:
 
 
 def test_everything_expanded_is_exact_attention(backend: Backend) -> None:
-    seeds = range(2 if backend is TRITON else 5)
-    for seed, budget in itertools.product(seeds, ({"error": 0.0}, {"error": None, "expand": 1.0})):
+    budgets = ({"error": 0.0}, {"error": None, "expand": 1.0})
+    for seed, budget in backend.thin(itertools.product(range(5), budgets), 5):
         case = backend.draw(9000 + seed, backend.dtypes[0], **budget)
         got, want = backend.check(case)
         assert bool(got.expanded.all()) or case.valid is not None
@@ -194,52 +189,26 @@ def test_everything_expanded_is_exact_attention(backend: Backend) -> None:
 
 
 def test_heads_above_the_limit_are_exact(backend: Backend) -> None:
-    for dtype, (group_tiles, masked, query_grid) in itertools.product(
-        backend.dtypes, ((1, False, None), (2, True, None), (1, False, Grid(9, 16)))
-    ):
-        case = exact_heads(backend, masked, query_grid, dtype=dtype, group_tiles=group_tiles)
-        assert backend.check(case)[1].exact.tolist() == [[False, True, True]]
-
-
-def exact_heads(
-    backend: Backend, masked: bool, query_grid: Grid | None, **options: Any
-) -> TiledCase:
-    """Nothing is expanded in the first of three heads, and much in the others."""
-    case = backend.make(
-        4,
-        (13, 24),
-        smooth=False,
-        heads=3,
-        query_grid=query_grid,
-        masked=masked,
-        scale=0.2,
-        error=0.05,
-        dense_threshold=0.3,
-        **options,
-    )
-    return replace(case, q=case.q * torch.tensor([0.1, 4, 4]).to(case.q).view(1, 3, 1, 1))
+    options = ((1, False, None), (2, True, None), (1, False, Grid(9, 16)))
+    cases = itertools.product(backend.dtypes, options)
+    for dtype, (group_tiles, masked, query_grid) in backend.thin(cases, 6):
+        grids = {"group_tiles": group_tiles, "masked": masked, "query_grid": query_grid}
+        want = backend.check(backend.exact_heads(dtype=dtype, **grids))[1]
+        assert want.exact.tolist() == [[False, True, True]]
 
 
 # Probes and targets
 
 
 def test_probes_measure_their_own_queries(backend: Backend) -> None:
-    """With as many queries before the grid as keys, another query would go unnoticed. Each probe has
-    the squared error of one query of its group, and its weight is 1 / (n p)."""
-    dtypes = backend.dtypes[:1] if backend is TRITON else backend.dtypes  # it rounds half outputs
-    for dtype, (grid, prefix, query_prefix) in itertools.product(
-        dtypes, ((Grid(16, 24), 1, 4), (Grid(16, 24), 5, 0), (None, 3, 3))
-    ):
-        case = backend.make(
-            5,
-            (16, 18),
-            query_grid=grid,
-            prefix=prefix,
-            query_prefix=query_prefix,
-            batch=2,
-            dtype=dtype,
-            expand=0.7,
-        )
+    """With as many queries before the grid as keys, another query would go unnoticed; with 8 more or
+    fewer, it is in another tile. Each probe has the squared error of one query of its group, and its
+    weight is 1 / (n p)."""
+    grids = ((Grid(16, 24), 1, 9), (Grid(16, 24), 9, 1), (None, 3, 3))
+    cases = itertools.product(backend.dtypes, grids)  # Triton rounds half outputs
+    for dtype, (grid, prefix, query_prefix) in backend.thin(cases, 9):
+        options = {"prefix": prefix, "query_prefix": query_prefix, "dtype": dtype, "expand": 0.7}
+        case = backend.make(5, (16, 18), query_grid=grid, batch=2, **options)
         got, want = backend.run(case), backend.oracle(case)
         check_probes(case, got.output.double(), got.probes)
         check_probes(case, torch.from_numpy(want.output), torch.from_numpy(want.probes))
@@ -260,16 +229,11 @@ def check_probes(case: TiledCase, output: Tensor, probes: Tensor) -> None:
     assert bool(((weight >= 0.999) & (weight <= 1.001 / UNIFORM_SHARE * sizes)).all())
 
 
-def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles(
-    backend: Backend,
-) -> None:
+def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles(backend):
     """The example of the manual, with queries multiplied by a factor."""
     if backend is TRITON:
         pytest.skip("4,096 tokens are slow in the interpreter; test_gpu.py has them")
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(9, 64, 8, 8, generator=generator)
-    grown = interpolate(coarse, size=64, mode="bicubic")
-    q, k, v = grown.reshape(3, 1, 3, 64, 64 * 64).mT
+    q, k, v = smooth_fields(0, 64)
     settings = {"prefix": 0, "scale": 0.125, "tau": 1.0}
     for factor in (1.0, 2.0, 3.0, 4.0):
         case = TiledCase(q * factor, k, v, Tiling(Grid(64, 64)), settings)
@@ -290,12 +254,13 @@ def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles
 
 def test_tiles_with_equal_losses_are_expanded_together(backend: Backend) -> None:
     """Every tile holds the same tokens, so that a group expands all tiles or none."""
-    case = backend.make(3, (16, 24), smooth=False, batch=1, heads=2, scale=0.3, expand=3.0)
+    case = backend.make(3, (16, 24), smooth=False, scale=0.3, expand=3.0)
     slots = case.tiling.slot_tokens
     for x in (case.k, case.v):
         x[:, :, 1 + slots] = x[:, :, 1 + slots[:1]].clone()
     some = False
-    for budget in ({"error": 0.01}, {"error": 0.2}, {"expand": 3.0}, {"expand": 7.0}):
+    budgets = ({"error": 0.01}, {"error": 0.2}, {"expand": 3.0}, {"expand": 7.0})
+    for budget in backend.thin(budgets, 2):
         expanded = backend.run(case, **({"error": None, "expand": None} | budget)).expanded
         assert bool((expanded.all(-1) | ~expanded.any(-1)).all()), budget
         some |= bool(expanded.any())
@@ -305,13 +270,13 @@ def test_tiles_with_equal_losses_are_expanded_together(backend: Backend) -> None
 def test_constant_keys_lose_nothing(backend: Backend) -> None:
     dtype = backend.dtypes[0]
     for budget in (*BUDGETS, {"error": 0.0}):
-        case = backend.make(1, (14, 14), smooth=False, heads=2, prefix=3, dtype=dtype, **budget)
+        case = backend.make(1, (14, 14), smooth=False, prefix=3, dtype=dtype, **budget)
         case.k[:, :, 3:] = case.k[:, :, 3:4]
         got = backend.run(case)
         # Equal weights are rounded alike: 64 of a block, and the blocks.
         rounding = 1e-13 if dtype == torch.float64 else 70 * 6e-8 * float(case.v.abs().max())
         assert float((got.output - case.dense()).abs().max()) < rounding
-        assert int(got.expanded_count.sum()) == (0 if budget != {"error": 0.0} else 2 * 4 * 4)
+        assert int(got.expanded_count.sum()) == (4 * 4 if budget == {"error": 0.0} else 0)
     case = case.set(error=0.05)
     spread = replace(case, k=case.k[:, :, :1].expand_as(case.k))  # a stride of 0 over the tokens
     got, copied = backend.run(spread), backend.run(replace(spread, k=spread.k.clone()))
@@ -321,7 +286,7 @@ def test_constant_keys_lose_nothing(backend: Backend) -> None:
 
 
 def test_huge_keys(backend: Backend) -> None:
-    sizes = (1e2, 1e4) if backend is TRITON else (7.0, 1e2, 1e4, 1e6)
+    sizes = (1e4,) if backend is TRITON else (7.0, 1e2, 1e4, 1e6)
     for size, budget in itertools.product(sizes, BUDGETS):
         shape = (16, 16) if backend is TRITON else (16, 25)
         case = backend.make(6, shape, smooth=backend is TRITON, **budget)
@@ -341,9 +306,7 @@ def test_huge_keys(backend: Backend) -> None:
     assert bool(got.output.isfinite().all()) and bool(got.probes.isfinite().all())
 
 
-def test_one_token_far_above_its_tile_moves_the_output_by_no_more_than_the_values(
-    backend: Backend,
-) -> None:
+def test_one_token_far_above_its_tile_moves_the_output_by_no_more_than_the_values(backend):
     case = backend.make(0, (8, 16), smooth=False, prefix=0, scale=1.0, expand=0.0)
     k = torch.zeros_like(case.k)
     k[:, :, 5] = 50.0
@@ -375,27 +338,22 @@ def test_extreme_queries_and_keys(backend: Backend) -> None:
 
 def test_powers_of_two_scale_to_the_bit(backend: Backend) -> None:
     """Values of 1e-30 to 1e30, and queries as large as keys are small: only exponents change."""
-    masks = (True,) if backend is TRITON else (False, True)
-    for power in (-100, 100) if backend is TRITON else (-100, -60, 60, 100):
+    cases = itertools.product(
+        (-100, -60, 60, 100), (True, False), ({"error": 0.03}, {"expand": 1.3})
+    )
+    for power, masked, budget in backend.thin(cases, 13):
         factor = 2.0**power
         squares = torch.tensor([factor**2, factor**2, 1.0], dtype=torch.float64)
-        for masked, budget in itertools.product(masks, ({"error": 0.03}, {"expand": 1.3})):
-            case = backend.make(5, (13, 17), heads=2, masked=masked, **budget)
-            want = backend.run(case)
-            assert expands_some(want) or backend is TRITON
-            scaled = replace(want, output=want.output * factor, probes=want.probes * squares)
-            got = backend.run(replace(case, v=case.v * factor))
-            if backend is TRITON:
-                assert torch.equal(got.expanded, want.expanded)
-                output = (got.output / factor).where(case.seen.unsqueeze(-1), 0.0)
-                expected = want.output.where(case.seen.unsqueeze(-1), 0.0)
-                torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-                probes = got.probes / squares
-                torch.testing.assert_close(probes, want.probes, rtol=1e-3, atol=1e-10)
-                continue
-            assert same(got, scaled, case), budget
-            for x in (factor, 1 / factor):
-                assert same(backend.run(replace(case, q=case.q * x, k=case.k / x)), want, case)
+        case = backend.make(5, (13, 17), heads=2, masked=masked, **budget)
+        if backend is TRITON:
+            backend.check(replace(case, v=case.v * factor))
+            continue
+        want = backend.run(case)
+        assert expands_some(want)
+        scaled = replace(want, output=want.output * factor, probes=want.probes * squares)
+        assert same(backend.run(replace(case, v=case.v * factor)), scaled, case), budget
+        for x in (factor, 1 / factor):
+            assert same(backend.run(replace(case, q=case.q * x, k=case.k / x)), want, case)
 
 
 # Settings and calls
@@ -403,7 +361,7 @@ def test_powers_of_two_scale_to_the_bit(backend: Backend) -> None:
 
 def test_tau_and_the_sign_of_the_scale(backend: Backend) -> None:
     """A temperature divides the scale, and a negative scale is that of negative queries."""
-    case = backend.make(4, (13, 17), heads=2, error=0.03)
+    case = backend.make(4, (9, 10), error=0.03)
     want = backend.run(case, scale=0.05, tau=0.25)
     assert same(backend.run(case, scale=0.2, tau=1.0), want)
     assert not torch.equal(backend.run(case, scale=0.05, tau=0.5).output, want.output)
@@ -412,19 +370,15 @@ def test_tau_and_the_sign_of_the_scale(backend: Backend) -> None:
 
 
 def test_repeated_calls_and_images_alone_are_equal(backend: Backend) -> None:
-    seeds = range(1 if backend is TRITON else 3)
-    for dtype, seed in itertools.product(backend.dtypes, seeds):
-        case = backend.draw(3000 + seed, dtype, batch=2)
+    options = {"grid": Grid(9, 10)} if backend is TRITON else {}
+    for dtype, seed in backend.thin(itertools.product(backend.dtypes, range(3)), 6):
+        case = backend.draw(3000 + seed, dtype, batch=2, **options)
         whole = backend.run(case)
         assert same(backend.run(case), whole, case)
         for b in range(2):
             one, rows = backend.run(case.image(b)), slice(b, b + 1)
-            want = replace(
-                whole,
-                output=whole.output[rows],
-                probes=whole.probes[rows],
-                expanded_or_make=whole.expanded[rows],
-            )
+            parts = {"output": whole.output[rows], "probes": whole.probes[rows]}
+            want = replace(whole, **parts, expanded_or_make=whole.expanded[rows])
             assert same(one, want, case.image(b))
 
 
@@ -447,29 +401,24 @@ def test_half_types_are_computed_in_single_precision(backend: Backend) -> None:
 
 def test_exact_heads_alone_are_no_result() -> None:
     """The caller has faster kernels for exact attention."""
-    case = make_case(4, (24, 24), smooth=False, heads=3, scale=0.2)
-    q = case.q * torch.tensor([0.1, 4, 4]).view(1, 3, 1, 1)
-    options = {"prefix": 1, "scale": 0.2, "dense_threshold": 0.3}
-    assert attend(q, case.k, case.v, case.tiling, error=0.05, **options) is not None
-    qkv = [x[:, 1:] for x in (q, case.k, case.v)]
+    case = EAGER.exact_heads()
+    assert attend(case.q, case.k, case.v, case.tiling, **case.settings) is not None
+    case = case.map(lambda x: x[:, 1:])
     for error in (0.05, 0.0):
-        assert attend(*qkv, case.tiling, error=error, **options) is None
+        settings = case.set(error=error).settings
+        assert attend(case.q, case.k, case.v, case.tiling, **settings) is None
 
 
-def test_small_chunks_and_shared_keys_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of another number of rows may be summed in another order."""
     for seed in range(8):
         case = draw_case(4000 + seed, torch.float64, heads=(4, 1 + seed % 2))
-        whole, copies = EAGER.run(case), EAGER.run(case.whole())
+        whole, seen = EAGER.run(case), case.seen.expand(case.q.shape[:3])
         with monkeypatch.context() as patch:
             patch.setattr(heads, "CHUNK_ELEMENTS", 1)
             parts = EAGER.run(case)
-        seen = case.seen.expand(whole.output.shape[:3])
-        for other in (copies, parts):
-            assert torch.equal(whole.expanded, other.expanded)
-            torch.testing.assert_close(
-                whole.output[seen], other.output[seen], rtol=1e-10, atol=1e-12
-            )
+        assert torch.equal(whole.expanded, parts.expanded)
+        torch.testing.assert_close(whole.output[seen], parts.output[seen], rtol=1e-10, atol=1e-12)
 
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,22 +430,22 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         return choices[0]
 
     monkeypatch.setattr(attention, "choose", choose_once)
-    for masked, query_grid, budget in itertools.product(
-        (False, True), (None, Grid(3, 5)), ({"expand": 0}, {"expand": 1}, {"error": 0.02})
-    ):
+    budgets = ({"expand": 0}, {"error": 0.02}, {"expand": 1}, {"error": 0.02})
+    for number, budget in enumerate(budgets):
+        masked, query_grid = number % 2 == 1, (None, Grid(3, 4))[number // 2]
         generator = torch.Generator().manual_seed(5)
-        queries = 21 if query_grid is None else 2 + 15
+        tokens = (13 if query_grid is None else 2 + 12, 13, 13)
         q, k, v = (
-            torch.randn(1, 1, tokens, 3, dtype=torch.float64, generator=generator).requires_grad_()
-            for tokens in (queries, 21, 21)
+            torch.randn(1, 1, x, 3, dtype=torch.float64, generator=generator).requires_grad_()
+            for x in tokens
         )
-        valid = torch.rand(1, 20, generator=generator) > 0.3 if masked else None
-        seen = torch.ones(queries, dtype=torch.bool)
+        valid = torch.rand(1, 12, generator=generator) > 0.3 if masked else None
+        seen = torch.ones(tokens[0], dtype=torch.bool)
         if valid is not None and query_grid is None:
             seen[1:] = valid[0]
         settings = {"prefix": 1, "scale": 0.5, "valid": valid}
         settings["query_prefix"] = 1 if query_grid is None else 2
-        tiling = Tiling(Grid(4, 5), side=3, query_grid=query_grid)
+        tiling = Tiling(Grid(3, 4), side=2, query_grid=query_grid)
         choices.clear()
 
         def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -5,13 +5,8 @@ import itertools
 import pytest
 import torch
 
-from bmfa.attention.tiling import (
-    TiledAttention,
-    Tiling,
-    slots_with_tokens,
-    tiles_to_tokens,
-    tokens_to_tiles,
-)
+from bmfa.attention import tiling as tilings
+from bmfa.attention.tiling import TiledAttention, Tiling, tiles_to_tokens, tokens_to_tiles
 from bmfa.grid import Grid
 from tiled_cases import NAMED_GRIDS
 
@@ -51,7 +46,7 @@ def test_layout_is_undone() -> None:
         gathered = flat[:, tiling.slot_tokens.clamp(min=0)] * inside.unsqueeze(-1)
         assert torch.equal(tiles, gathered)
         assert torch.equal(tiles_to_tokens(tiles, tiling), flat)
-        assert torch.equal(slots_with_tokens(tiling, None, tokens.device)[0], inside)
+        assert torch.equal(tilings.slots_with_tokens(tiling, None, tokens.device)[0], inside)
 
 
 def test_any_first_groups_in_order_are_spread_over_the_grid() -> None:
@@ -98,15 +93,8 @@ def test_probes_of_a_group_are_drawn_systematically() -> None:
 
 def test_leaves_buy_tiles() -> None:
     tiling = Tiling(Grid(64, 64))  # 64 tiles
-    for leaves, tiles in (
-        (64, 0),
-        (64 + 63, 1),
-        (64 + 62, 0),
-        (2, 0),
-        (0.1, (410 - 64) // 63),
-        (1.0, 64),
-        (4096, 64),
-    ):
+    few = ((2, 0), (64, 0), (64 + 62, 0), (64 + 63, 1))
+    for leaves, tiles in (*few, (0.1, (410 - 64) // 63), (1.0, 64), (4096, 64)):
         assert tiling.tiles_within(leaves) == tiles
     for grid in SHAPES:
         tiling = Tiling(grid)

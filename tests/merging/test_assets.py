@@ -26,8 +26,8 @@ def loaded() -> tuple[LoadedModel, Tensor, Tensor]:
     assets = Path(os.environ["BMFA_ASSETS"])
     weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
     model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
-    shown = [model.preprocess(image.pixels) for image in LabelledImages(assets / "imagenet-val")]
-    pixels = torch.stack(shown)
+    images = LabelledImages(assets / "imagenet-val")
+    pixels = torch.stack([model.preprocess(image.pixels) for image in images])
     return model, pixels, outputs(model, pixels)
 
 
@@ -48,16 +48,12 @@ def fidelity(policy: str, tokens: int) -> Tensor:
 
 
 def test_tome_has_its_known_figures_and_free_energy_beats_it() -> None:
-    for r, tokens, agreement, kl, points, lower in (
-        (8, 101, 94.2, 0.026, 1.0, 0.15),
-        (12, 53, 89.6, 0.071, 2.0, 0.30),
-    ):
-        tome, ours = (fidelity(f"{policy}:{r}", tokens) for policy in ("tome", "free-energy"))
-        # One count of a decoder's rounding in the pixels moves these by up to a point and a tenth.
-        assert tome[:, 0].mean().item() == pytest.approx(agreement, abs=1.0)
-        assert tome[:, 1].mean().item() == pytest.approx(kl, rel=0.1)
-        assert ours[:, 0].mean() >= tome[:, 0].mean() + points
-        # Not by the luck of the images: in either half of them the loss is lower by as much.
-        for half in (slice(None), slice(0, None, 2), slice(1, None, 2)):
-            assert ours[half, 1].mean() <= tome[half, 1].mean() * (1 - lower)
-            assert ours[half, 0].mean() > tome[half, 0].mean()
+    tome, ours = (fidelity(f"{policy}:12", 53) for policy in ("tome", "free-energy"))
+    # One count of a decoder's rounding in the pixels moves these by up to a point and a tenth.
+    assert tome[:, 0].mean().item() == pytest.approx(89.6, abs=1.0)
+    assert tome[:, 1].mean().item() == pytest.approx(0.071, rel=0.1)
+    assert ours[:, 0].mean() >= tome[:, 0].mean() + 2.0
+    # Not by the luck of the images: in either half of them the loss is lower by as much.
+    for half in (slice(None), slice(0, None, 2), slice(1, None, 2)):
+        assert ours[half, 1].mean() <= 0.7 * tome[half, 1].mean()
+        assert ours[half, 0].mean() > tome[half, 0].mean()

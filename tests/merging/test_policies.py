@@ -1,13 +1,11 @@
 """Token-reduction policies against the float64 reference; names, budgets, conservation."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 import merging_oracle
 from bmfa import Grid
@@ -15,38 +13,27 @@ from bmfa.merging import EViT, FixedPool, LayerState, Policy, RandomPool, Reduce
 from bmfa.merging.kernels import eager
 from bmfa.merging.policies.base import kept_count, removed_count
 from bmfa.merging.policies.diffrate import DEIT_TINY
+from cases import noise
 
 Array = NDArray[np.float64]
-NAMES = [
-    "tome:8", "tome:1", "tome:1.0", "tome:0.95", "tome:0,3,0,2", "pitome:0.95", "tofu:0.95", "tofu:8",
-    "diffrate:0.8g", "diffrate:0.9g", "diffrate:0.95", "diffrate:8", "crossget:0.95", "dct:0.95",
-    "dct2:0.95", "evit:0.7", "random-pool:8", "fixed-pool:2", "free-energy:8",
-]  # fmt: skip
+NAMES = (
+    "tome:8 tome:1 tome:1.0 tome:0.95 tome:0,3,0,2 pitome:0.95 tofu:0.95 tofu:8 diffrate:0.8g "
+    "diffrate:0.9g diffrate:0.95 diffrate:8 crossget:0.95 dct:0.95 dct2:0.95 evit:0.7 random-pool:8 "
+    "fixed-pool:2 free-energy:8"
+)
 MERGING = ("tome:3", "pitome:3", "crossget:3", "random-pool:3", "fixed-pool:2", "free-energy:3")
 
 
 def layer_state(
-    seed: int,
-    *,
-    grid: tuple[int, int] = (4, 5),
-    prefix: int = 1,
-    layer: int = 1,
-    depth: int = 4,
-    batch: int = 2,
-    dtype: torch.dtype = torch.float64,
+    seed: int, *, grid: tuple[int, int] = (4, 5), prefix: int = 1, layer: int = 1, depth: int = 4
 ) -> LayerState:
-    """Random tokens of random sizes, and the attention mass of random queries."""
-    generator = torch.Generator().manual_seed(seed)
+    """Two images with random tokens of random sizes, and the attention mass of random queries."""
     tokens = prefix + grid[0] * grid[1]
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    q, k, v = (draw(batch, 2, tokens, 6) for _ in range(3))
-    size = torch.randint(1, 5, (batch, tokens), generator=generator).float()
+    q, k, v = noise(3, 2, 2, tokens, 6, seed=seed)
+    size = torch.randint(1, 5, (2, tokens), generator=torch.Generator().manual_seed(seed)).float()
     size[:, :prefix] = 1.0
     _, mass = eager.proportional_attention(q, k, v, size, scale=0.4, prefix=prefix, mass=True)
-    x = draw(batch, tokens, 7)
+    x = noise(2, tokens, 7, seed=seed + 1000)
     return LayerState(layer, depth, Grid(*grid), prefix, x, size, k, mass)
 
 
@@ -68,9 +55,7 @@ def reduce_tokens(policy: Policy | str, state: LayerState) -> ReducedTokens:
     return reduced
 
 
-def check_reduced(
-    reduced: ReducedTokens, index: int, x: Array, size: Array, position: list[int]
-) -> None:
+def check_reduced(reduced: ReducedTokens, index: int, x: Array, size: Array, position: list[int]):
     """Positions are equal; values as close as their float64 and sizes' float32 allow."""
     assert reduced.assignment is not None
     assert reduced.assignment[index].tolist() == position
@@ -92,13 +77,9 @@ def expected_pairs(name: str, state: LayerState, index: int) -> merging_oracle.P
 
 
 def test_policies_that_merge_pairs_match_the_reference() -> None:
-    for text, layer, depth in [
-        ("tome:4", 1, 4),
-        *(("pitome:4", layer, 4) for layer in range(4)),
-        ("crossget:4", 1, 4),
-        *(("tofu:4", layer, 4) for layer in (1, 2)),
-        ("free-energy:2", 1, 2),  # two blocks' worth in the second
-    ]:
+    cases = [("tome:4", 1, 4), ("crossget:4", 1, 4)]
+    cases += [*(("pitome:4", layer, 4) for layer in range(4)), ("tofu:4", 1, 4), ("tofu:4", 2, 4)]
+    for text, layer, depth in (*cases, ("free-energy:2", 1, 2)):  # two blocks' worth in the second
         name, prunes = text.partition(":")[0], text == "tofu:4" and layer < 2
         average = merging_oracle.mlerp if name == "tofu" and not prunes else merging_oracle.pool
         for seed, index in itertools.product(range(6), range(2)):
@@ -188,9 +169,8 @@ def test_dct_matches_the_reference() -> None:
         signal = state.x[index, 1:].view(4, 5, -1).numpy()
         along = np.stack([merging_oracle.dct(row, columns) for row in signal])
         expected = np.stack([merging_oracle.dct(along[:, c], rows) for c in range(columns)], 1)
-        np.testing.assert_allclose(
-            reduced.x[index, 1:].view(rows, columns, -1), expected, atol=1e-12
-        )
+        found = reduced.x[index, 1:].view(rows, columns, -1)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
     state.x.fill_(3.0)
     for policy in ("dct:0.4", "dct2:0.4"):  # a constant signal keeps its value, there and back
         reduced = reduce_tokens(policy, state)
@@ -235,27 +215,8 @@ def test_free_energy_removes_the_budget_of_all_blocks_in_a_few() -> None:
         removed = [counts[layer] for layer in blocks]
         assert max(removed) - min(removed) <= 1 and removed[0] == max(removed)
         assert parse("free-energy:0").reduce(layer_state(0, layer=blocks[0], depth=depth)) is None
-    reduced = reduce_tokens(
-        parse("free-energy:0.95"), layer_state(0, grid=(20, 20), layer=5, depth=12)
-    )
+    reduced = reduce_tokens("free-energy:0.95", layer_state(0, grid=(20, 20), layer=5, depth=12))
     assert 401 - reduced.x.shape[1] == removed_count(0.95**3, 400)
-
-
-def test_mass_times_distortion_bounds_the_loss_of_free_energy() -> None:
-    """E of merging two tokens is at most their mass times an eighth of the squared score difference.
-
-    To second order in the difference: E <= pi D^2 / 8 (1 + O(D)).
-    """
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        u, s = rng.normal(size=12), rng.integers(1, 6, 12).astype(float)
-        u[1] = u[0] + 0.05 * rng.normal()
-        full = np.log((s * np.exp(u)).sum())
-        mass = (s[:2] * np.exp(u[:2])).sum() / np.exp(full)
-        mean = (s[:2] * u[:2]).sum() / s[:2].sum()
-        merged = np.append(s[2:] * np.exp(u[2:]), s[:2].sum() * np.exp(mean))
-        loss, difference = full - np.log(merged.sum()), abs(u[1] - u[0])
-        assert -1e-12 <= loss <= mass * difference**2 / 8 * (1 + difference) + 1e-12
 
 
 def test_merging_conserves_sizes_and_weighted_sums() -> None:
@@ -268,27 +229,15 @@ def test_merging_conserves_sizes_and_weighted_sums() -> None:
         torch.testing.assert_close((reduced.x * reduced.size.unsqueeze(-1)).sum(1), before)
         assert torch.equal(reduced.x[:, :prefix], state.x[:, :prefix])
         assert torch.equal(reduced.size[:, :prefix], state.size[:, :prefix])
-        assert torch.equal(
-            reduced.assignment[:, :prefix], torch.arange(prefix, dtype=torch.int32).expand(2, -1)
-        )
+        assert reduced.assignment[:, :prefix].tolist() == [list(range(prefix))] * 2
         # Every new position has an old token, and no token merges into the prefix.
         for row in reduced.assignment:
             assert row.unique().tolist() == list(range(reduced.x.shape[1]))
         assert int(reduced.assignment[:, prefix:].min()) >= prefix
 
 
-def test_images_of_a_batch_are_independent() -> None:
-    for name in [*MERGING, "tofu:3", "diffrate:3", "evit:0.5", "dct:0.8"]:
-        state = layer_state(8, layer=acting_block(name))
-        of_second = {key: getattr(state, key)[1:] for key in ("x", "size", "k", "mass")}
-        together = reduce_tokens(name, state)
-        single = reduce_tokens(name, replace(state, **of_second))
-        torch.testing.assert_close(together.x[1:], single.x, rtol=1e-12, atol=1e-12)
-        assert torch.equal(together.size[1:], single.size)
-
-
 def test_parse_and_str_are_inverse() -> None:
-    for name in NAMES:
+    for name in NAMES.split():
         assert str(parse(name)) == name
         assert parse(str(parse(name))) == parse(name)
     assert parse("tome:1") == ToMe(1) and parse("tome:1.0") == ToMe(1.0)
@@ -328,10 +277,7 @@ def test_budgets_beyond_the_tokens_of_the_grid_are_refused() -> None:
     rest = ",0" * 9
     for name, message in [
         ("tome:99", "removes 99 tokens a block, but of the 196 tokens of a 14x14 grid at most"),
-        *(
-            (f"{name}:99", "at most 98")
-            for name in ("free-energy", "pitome", "tofu", "random-pool")
-        ),
+        *((f"{x}:99", "at most 98") for x in ("free-energy", "pitome", "tofu", "random-pool")),
         ("crossget:196", "pass at most 195"),
         ("diffrate:196", "pass at most 195"),
         (f"diffrate:1,0,0{rest}", "the first block never merges tokens; pass 0 for it"),

@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -100,13 +101,30 @@ def test_gradients_flow_through_the_trees() -> None:
 
 def test_layer_indices() -> None:
     assert layer_indices("all", 3) == (0, 1, 2)
-    assert layer_indices("last-2", 12) == (10, 11)
-    assert layer_indices([5, 1, 5], 12) == (1, 5)
-    for bad in ("last-13", "last-0", "first-2", "", []):
+    for layers, meant in (
+        ("last-2", (10, 11)),
+        ([5, 1, 5], (1, 5)),
+        (np.array([5, 1]), (1, 5)),
+        (torch.tensor([4]), (4,)),
+        ([0, -12, np.int64(-2)], (0, 10)),
+        (range(2), (0, 1)),
+    ):
+        assert layer_indices(layers, 12) == meant
+        assert all(type(index) is int for index in layer_indices(layers, 12))
+    for bad in ("last-13", "last-0", "first-2", "", [], np.array([])):
         with pytest.raises(ValueError, match="layers is"):
             layer_indices(bad, 12)
-    with pytest.raises(ValueError, match="from -12 to 11"):
-        layer_indices([12], 12)
+    for index in (12, -13):
+        with pytest.raises(ValueError, match=f"layers is {index}; pass an integer from -12 to 11"):
+            layer_indices([index], 12)
+    for bad, message in (
+        (np.int64(3), r"layers is 3; pass \[3\] for that layer alone, 'last-3' for the last 3"),
+        (None, "layers is None; pass 'all', 'last-K' or a list"),
+        (np.array([True, False]), "layers is True"),
+        ([1.0], "layers is 1.0"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            layer_indices(bad, 12)
 
 
 def test_options_are_checked_before_anything_is_changed() -> None:

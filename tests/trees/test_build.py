@@ -82,52 +82,27 @@ def test_nodes_reached_alone_or_whole_levels(monkeypatch):
 
 
 def test_a_tree_shared_by_max_refines_every_member():
-    for rule, share in itertools.product(GROWING, [0, 1, 2, (0, 1), (1, 2), (0, 2), (0, 1, 2)]):
-        grid = Grid(5, 6)
-        scores = noise(2, 3, 4, 30) * 2
+    grid, scores = Grid(5, 6), noise(2, 3, 4, 30) * 2
+    for rule, dims in itertools.product(GROWING, [(0,), (2,), (0, 1), (1, 2), (0, 1, 2)]):
         members = screen(scores, grid, rule)
-        most = screen(scores, grid, rule, share=share)
-        least = screen(scores, grid, rule, share=share, share_by=0.0)
-        dims = (share,) if isinstance(share, int) else share
+        most = screen(scores, grid, rule, share=dims)
+        least = screen(scores, grid, rule, share=dims, share_by=0.0)
         shape = tuple(1 if d in dims else n for d, n in enumerate((2, 3, 4)))
         assert most.shape == least.shape == shape
         assert most.members == least.members == 24 // most.leaf_count.numel()
-        for index in itertools.product(range(2), range(3), range(4)):
-            group = tuple(0 if d in dims else i for d, i in enumerate(index))
-            assert bool(most[group].refines(members[index]))
-            assert bool(members[index].refines(least[group]))
+        assert bool(most.refines(members).all() and members.refines(least).all())
         assert most.leaf_count.max() > 1
-
-
-def test_quantiles_zero_and_one_are_minimum_and_maximum():
-    grid, scores = Grid(5, 6), noise(4, 5, 30) * 2
-    for rule, share in itertools.product(SHARED, (0, 1, (0, 1))):
-        trees = {
-            by: screen(scores, grid, rule, share=share, share_by=by)
-            for by in ("max", "mean", 0, 0.5, 1.0)
-        }
-        assert same(trees[1.0], trees["max"])
-        if rule in GROWING:
-            assert bool(trees["max"].refines(trees[0.5]).all())
-            assert bool(trees[0.5].refines(trees[0]).all())
-            assert bool(trees["max"].refines(trees["mean"]).all())
 
 
 def test_what_is_aggregated_is_the_score_of_the_node():
     """On 2x2 the one score is the gap itself."""
-    for share in [0, 1, (0, 1)]:
-        scores = noise(5, 6, 4, seed=3) * 2
+    scores, reduced = noise(5, 6, 4, seed=3) * 2, {"max": torch.amax, "mean": torch.mean}
+    quantiles = (0.0, 0.1, 0.5, 0.85, 1.0)
+    for dim, by, epsilon in itertools.product([0, 1], ["max", "mean", *quantiles], (0.2, 0.5, 1.0)):
         gaps = energy.gap(scores)
-        dims = (share,) if isinstance(share, int) else share
-        flat = gaps.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
-        for epsilon in (0.2, 0.5, 1.0):
-            for by in ("max", "mean", 0.0, 0.1, 0.5, 0.85, 1.0):
-                if by == "max":
-                    expected = flat.amax(-1)
-                else:
-                    expected = flat.mean(-1) if by == "mean" else flat.quantile(by, dim=-1)
-                tree = screen(scores, Grid(2, 2), rules.Gamma(epsilon), share=share, share_by=by)
-                assert torch.equal(tree.leaf_count.flatten() == 4, expected.flatten() > epsilon), by
+        expected = reduced[by](gaps, dim) if by in reduced else gaps.quantile(by, dim)
+        tree = screen(scores, Grid(2, 2), rules.Gamma(epsilon), share=dim, share_by=by)
+        assert torch.equal(tree.leaf_count.flatten() == 4, expected > epsilon), by
 
 
 def test_keys_share_as_scores_do():
@@ -245,6 +220,7 @@ def test_sharing_among_equals_changes_nothing():
             for share in (1, np.int64(1), np.array([1])):
                 shared = screen(scores.expand(3, 4, 35), grid, rule, share=share, share_by=by)
                 assert torch.equal(shared.split, alone.split) and shared.members == 4
+                assert alone.labels is None or torch.equal(shared.labels, alone.labels)
         nobody = screen(scores, grid, rule, share=())
         assert torch.equal(nobody.split, alone.split) and nobody.members == 1
 
@@ -292,10 +268,7 @@ BAD_TYPES = [
 ]
 Q, K = torch.zeros(2, 5, 8), torch.zeros(2, 16, 8)
 BAD_KEYS = [
-    (
-        {"k": torch.zeros(2, 17, 8)},
-        "k has 17 tokens and the 4x4 grid 16; pass the spatial keys alone",
-    ),
+    ({"k": torch.zeros(2, 17, 8)}, "k has 17 tokens and the 4x4 grid 16; pass the spatial keys"),
     ({"k": K[..., :4]}, r"q has shape \(2, 5, 8\) and k \(2, 16, 4\); pass"),
     ({"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 16, 8)}, r"and k \(2, 2, 16, 8\)"),
     ({"k": K[0]}, r"k \(16, 8\); pass \(\.\.\., Q, d\) and \(\.\.\., N, d\)"),

@@ -14,17 +14,6 @@ def layouts() -> list[Layout]:
     return made + [tile_layout(Grid(height, width), side) for height, width, side in TILES]
 
 
-def token_boxes(tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """(t, 4) boxes of tokens by their raster index."""
-    top, left = tokens // width, tokens % width
-    return torch.stack((top, left, top + 1, left + 1), -1)
-
-
-def rows(level: Level, width: int) -> torch.Tensor:
-    """(n + t, 4) boxes of the rows [blocks | tokens]."""
-    return torch.cat((level.boxes, token_boxes(level.tokens, width)))
-
-
 def block_sizes(level: Level) -> torch.Tensor:
     """(n,) number of tokens of each block."""
     top, left, bottom, right = level.boxes.unbind(-1)
@@ -76,34 +65,6 @@ def test_offsets_count_the_blocks():
         assert layout.block_count == layout.offsets[-1]
         assert sizes[-1] == 0, "the last level holds single tokens alone"
         assert all(bool((block_sizes(level) > 1).all()) for level in layout.levels)
-
-
-def test_children_fill_their_parents():
-    for layout in layouts():
-        width = layout.grid.width
-        every_token = token_boxes(torch.arange(layout.grid.size), width)
-        for depth, level in enumerate(layout.levels[:-1]):
-            below = layout.levels[depth + 1]
-            boxes = rows(below, width)
-            children = boxes[level.children]  # (n, k, 4)
-            area = (children[..., 2:] - children[..., :2]).prod(-1) * level.present
-            assert torch.equal(area.sum(1), block_sizes(level))
-            assert bool((children[..., :2] >= level.boxes[:, None, :2]).all())
-            assert bool((children[..., 2:] <= level.boxes[:, None, 2:]).all())
-            # Each row of the level below is the child of one parent, and knows it.
-            listed = level.children[level.present]
-            assert torch.equal(listed.sort().values, torch.arange(len(boxes)))
-            known = torch.cat((below.parents, below.token_parents))
-            assert torch.equal(known[listed], level.present.nonzero()[:, 0])
-            # The first child starts where its parent does, the next where the first ends.
-            starts = torch.cat((below.starts, below.token_starts))[level.children]
-            expected = level.starts[:, None] + area.cumsum(1) - area
-            assert torch.equal(starts[level.present], expected[level.present])
-            # Gathered rows are those of the index tensors; without tokens, theirs are 0.
-            gathered = layout.gather_children(depth, below.boxes, every_token)
-            assert torch.equal(gathered, children)
-            zeroed = layout.gather_children(depth, torch.ones_like(below.boxes), None)
-            assert torch.equal(zeroed[..., 0].bool(), level.children < below.size)
 
 
 def test_tiles_have_remainders_at_the_right_and_the_bottom():
