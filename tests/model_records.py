@@ -3,10 +3,14 @@
 import base64
 import io
 import re
+from collections.abc import Sequence
 from html import unescape
+from unittest.mock import patch
 
 import pytest
 
+from bmfa.evidence.page import plots
+from bmfa.evidence.page.build import build_page
 from bmfa.records import Record, Row
 
 ENVIRONMENT = {"python": "3.11.9", "torch": "2.13.0", "device_name": "a processor"}
@@ -37,13 +41,10 @@ MERGED = {
 }
 
 
-def closed_loop(
-    model: str = "embedded", changes: dict[str, tuple[float, float, float]] | None = None
-) -> Record:
-    """One choice of layers; `changes` replaces points by method."""
-    points = REFERENCE | (changes or {})
+def closed_loop(model: str = "embedded") -> Record:
+    """One choice of layers."""
     rows: list[Row] = [_loop_row("full", "none", (100.0, 100.0, 0.0))]
-    rows += [_loop_row(method, "last-4", point) for method, point in points.items()]
+    rows += [_loop_row(method, "last-4", point) for method, point in REFERENCE.items()]
     return Record("closed-loop", {"model": model, "layers": ["last-4"]}, rows, ENVIRONMENT)
 
 
@@ -118,7 +119,7 @@ def images() -> Record:
         for method, boxes in (("gamma:0.05", [[0, 0, 4, 4]]), ("optimal:0.002", quarters)):
             changed = title.startswith("Failure") and method.startswith("gamma")
             row = {"model": "embedded", "title": title, "method": method, "layer": 7, "head": 1}
-            row |= {"query": "class", "height": 4, "width": 4, "image": _image()}
+            row |= {"query": "class", "height": 4, "width": 4, "image": image()}
             row |= {"scores": [3.0 * share for share in full], "attention": full}
             row |= {"screened_attention": [1 / 16] * 16, "boxes": boxes, "leaves": len(boxes)}
             row |= {"leaf_percent": 100 * len(boxes) / 16, "gap": 1.5, "error": 0.25}
@@ -135,12 +136,26 @@ def every() -> list[Record]:
     return [closed_loop(), layers(), single(), comparison(), images(), evaluate()]
 
 
+def page_without_figures(records: Sequence[Record]) -> str:
+    """The page of records; its figures, which take most of the time, are not drawn."""
+    with patch.object(plots.Figure, "__call__", return_value="<svg></svg>"):
+        return build_page(records)
+
+
 def page_text(page: str, section: str) -> str:
     """The text of a section of a page, without figures and markup."""
     found = page.partition(f'<section id="{section}">')[2].partition("</section>")[0]
     found = re.sub(r"<svg.*?</svg>", " ", found, flags=re.S)
     found = unescape(re.sub(r"<[^>]+>", "", found)).replace("\u00a0", " ")
     return re.sub(r"\s+", " ", found)
+
+
+def image() -> str:
+    """A photograph of one colour as a data URI."""
+    made = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (200, 90, 30))
+    buffer = io.BytesIO()
+    made.save(buffer, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _loop_row(
@@ -150,10 +165,3 @@ def _loop_row(
     row: Row = {"method": method, "layers": layers, "images": images, "leaf_percent": leaf}
     row |= {"agreement_percent": agreement, "output_kl": kl, "attention_kl": 2 * kl}
     return row | {"top1_percent": 0.7 * agreement}
-
-
-def _image() -> str:
-    image = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (200, 90, 30))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG")
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.bench import summary
-from bmfa.evidence.methods import family
 from bmfa.evidence.page import plots
+from bmfa.evidence.page.model_runs import by_family
 from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
 from bmfa.records import Row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
 # Methods with a line of their own in the figure of times; the figure of errors shows all.
@@ -58,15 +57,13 @@ def attention_time(records: RecordSet, narrow: bool) -> "Drawing | None":
         return None
     drawing, (axes,) = plots.panels(1, 1, narrow, 390)
     sizes = sorted({n for line in lines.values() for n in line})
+    x_label = "tokens N, logarithmic; exponents fitted from 4,096 tokens"
+    labels = f"Attention, {rows[0]['device']}", "milliseconds per image, logarithmic", x_label
     axes.set(xscale="log", xlim=(sizes[0] / 1.1, sizes[-1] * 1.1))
-    plots.set_ticks(axes.xaxis, sizes[-4:] if narrow else sizes)
+    plots.set_axes(axes, *labels, x_ticks=sizes[-4:] if narrow else sizes)
     plots.set_log_range(axes, "y", [time for line in lines.values() for time in line.values()], 1.3)
     for name, line in lines.items():
         plots.draw_line(axes, name, sorted(line.items()))
-    x_label = "tokens N, logarithmic; exponents fitted from 4,096 tokens"
-    plots.label(
-        axes, f"Attention, {rows[0]['device']}", "milliseconds per image, logarithmic", x_label
-    )
     plots.label_ends(axes, {name: line[max(line)] for name, line in lines.items()}, 300)
     return drawing
 
@@ -94,10 +91,7 @@ def attention_error(records: RecordSet, narrow: bool) -> "Drawing | None":
         return None
     rows = [{**row, "method": get_text(row, "method").removeprefix("tiled-")} for row in rows]
     labels = ("relative L2 error, %", "speed-up over the fastest dense path, logarithmic")
-    drawing, panels = _over_speed(rows, "error_l2_percent", labels, narrow)
-    for axes in panels:
-        axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1.0)
-    return drawing
+    return _over_speed(rows, "error_l2_percent", labels, narrow)
 
 
 def mask_rows(records: RecordSet) -> list[Row]:
@@ -125,30 +119,31 @@ def saliency(records: RecordSet, narrow: bool) -> "Drawing | None":
     if not rows:
         return None
     labels = ("IoU with the mask of the dense model", "speed-up over the dense model, logarithmic")
-    drawing, panels = _over_speed(rows, "mask_iou", labels, narrow)
-    for axes in panels:
-        axes.set_ylim(0.45, 1.02)
-    return drawing
+    return _over_speed(rows, "mask_iou", labels, narrow, (0.45, 1.02))
 
 
 def _over_speed(
-    rows: Sequence[Row], column: str, labels: tuple[str, str], narrow: bool
-) -> tuple["Drawing", list["Axes"]]:
-    """Draw a measure over the speed-up, in axes for each number of tokens."""
+    rows: Sequence[Row],
+    column: str,
+    labels: tuple[str, str],
+    narrow: bool,
+    limits: tuple[float, float] | None = None,
+) -> "Drawing":
+    """Draw a measure over the speed-up, in axes for each number of tokens; by default from 0 up."""
     sizes = sorted({int(row["n"]) for row in rows})
-    methods = {family(get_text(row, "method")) for row in rows}
-    legend = {name: title for name, title in TITLES.items() if name in methods}
-    rows = [row for row in rows if family(get_text(row, "method")) in legend]
+    families = by_family(rows)
+    legend = {name: title for name, title in TITLES.items() if name in families}
     drawing, panels = plots.panels(len(sizes), 2, narrow, 290, legend, legend_columns=3)
     for n, axes in zip(sizes, panels, strict=True):
-        points: dict[str, list[Row]] = {name: [] for name in legend}
-        for row in (row for row in rows if row["n"] == n):
-            points[family(get_text(row, "method"))].append(row)
-        lines = {name: get_points(some, "speedup", column) for name, some in points.items()}
+        lines = {
+            name: get_points([row for row in families[name] if row["n"] == n], "speedup", column)
+            for name in legend
+        }
+        plots.set_axes(axes, f"{n:,} tokens", *labels)
         speeds = [speed for line in lines.values() for speed, _ in line]
         plots.set_log_range(axes, "x", [*speeds, 1.0], 1.2)
         plots.mark_level(axes, x=1.0)
         for name, line in lines.items():
             plots.draw_line(axes, name, line)
-        plots.label(axes, f"{n:,} tokens", *labels)
-    return drawing, panels
+        axes.set_ylim(limits or (0, 1.1 * axes.dataLim.y1 or 1.0))
+    return drawing

@@ -69,15 +69,12 @@ def _read(name: str) -> str:
 
 
 def _describe_rule(name: str) -> dict[str, Any]:
-    method, (symbol, least, most, first) = METHODS[name], RULES[name]
+    method = METHODS[name]
     description = method.description.partition(";")[0]
     return {
         "name": name,
         "title": method.title,
         "description": f"{description[:1].upper()}{description[1:]}",
         "colour": method.mark.colour if method.mark else "ink",
-        "symbol": symbol,
-        "least": least,
-        "most": most,
-        "first": first,
+        **dict(zip(("symbol", "least", "most", "first"), RULES[name], strict=True)),
     }

@@ -26,6 +26,7 @@ SETTING_MEASURES = (
     ("error_percent", "error, %", 2),
 )
 MODEL_MEASURES = (("error_l2_percent", "features, %", 2), ("mask_iou", "mask IoU", 3))
+MOST_IOU_CHANGE = 0.02  # a mask is called unchanged if its IoU changes by at most this
 MODELS = {
     "timm:deit_tiny_patch16_224": "DeiT-Tiny",
     "timm:vit_small_patch14_dinov2": "ViT-S/14, saliency",
@@ -54,9 +55,9 @@ def faster_models(records: RecordSet, narrow: bool) -> "Drawing | None":
     drawing, places = plots.panels(len(models), 2, narrow, 175)
     for axes, rows in zip(places, models, strict=True):
         measures = [one for one in MODEL_MEASURES if any(one[0] in row for row in rows)]
-        _draw_times(axes, rows, [] if narrow else measures, 0.21)
         title = f"{rows[0]['model']}, {rows[0]['img_size']:,} px"
-        plots.label(axes, title, f"time of an image, {rows[0]['n']:,} tokens")
+        plots.set_axes(axes, title, f"time of an image, {rows[0]['n']:,} tokens")
+        _draw_times(axes, rows, [] if narrow else measures, 0.21)
     return drawing
 
 
@@ -65,8 +66,8 @@ def faster(records: RecordSet, narrow: bool) -> "Drawing":
     """Time of an image with and without the patch, and what it changes."""
     rows = records.rows("faster", what="setting")
     drawing, (axes,) = plots.panels(1, 1, narrow, 80 + 30 * len(rows))
+    plots.set_axes(axes, "Time of an image", f"{rows[0]['n']:,} tokens")
     _draw_times(axes, rows, SETTING_MEASURES[:1] if narrow else SETTING_MEASURES, 0.14)
-    plots.label(axes, "Time of an image", f"{rows[0]['n']:,} tokens")
     return drawing
 
 
@@ -75,30 +76,22 @@ def _draw_times(
 ) -> None:
     """Draw a bar of the time of every row, with measures beside it at steps of the width."""
     times = [get_number(row, "milliseconds") or 0.0 for row in rows]
-    columns = [(1 - step * place, measure) for place, measure in enumerate(reversed(measures))]
-
-    def write(x: float, y: float, text: str, transform: Any, **options: Any) -> None:
-        axes.text(x, y, text, transform=transform, ha="right", fontsize=plots.SMALL, **options)
-
-    for line, (row, time) in enumerate(zip(rows, times, strict=True)):
-        full = get_text(row, "method") == FULL
-        axes.barh(line, time, 0.6, color=plots.LIGHT["mean" if full else "optimal"])
-        label = f"{time:.0f} ms" if time < 1000 else f"{time / 1000:.1f} s"
-        label += "" if full else f"  {get_number(row, 'speedup') or 0.0:.1f}×"
-        place: dict[str, Any] = {
-            "textcoords": "offset points",
-            "fontsize": plots.SMALL,
-            "va": "center",
-        }
-        axes.annotate(label, (time, line), (6, 0), **place)
-        for x, (column, _, decimals) in columns:
-            shown = format_number(get_number(row, column), decimals)
-            write(x, line, shown, axes.get_yaxis_transform(), va="center")
-    for x, (_, heading, _) in columns:
-        write(x, 1.0, heading, axes.transAxes, color=plots.LIGHT["muted"])
+    colours = ["mean" if get_text(row, "method") == FULL else "optimal" for row in rows]
+    bars = axes.barh(range(len(rows)), times, 0.6, color=[plots.LIGHT[name] for name in colours])
+    labels = []
+    for row, time in zip(rows, times, strict=True):
+        labels.append(f"{time:.0f} ms" if time < 1000 else f"{time / 1000:.1f} s")
+        labels[-1] += "" if get_text(row, "method") == FULL else f"  {row['speedup']:.1f}×"
+    axes.bar_label(bars, labels, padding=6, fontsize=plots.SMALL)
+    for place, (column, heading, decimals) in enumerate(reversed(measures)):
+        numbers = [format_number(get_number(row, column), decimals) for row in rows]
+        right: dict[str, Any] = {"x": 1 - step * place, "ha": "right", "fontsize": plots.SMALL}
+        for line, number in enumerate(numbers):
+            axes.text(y=line, s=number, transform=axes.get_yaxis_transform(), va="center", **right)
+        axes.text(y=1, s=heading, transform=axes.transAxes, color=plots.LIGHT["muted"], **right)
     axes.set_yticks(range(len(rows)), [setting_title(row) for row in rows])
-    right = max(times) / (0.72 - step * len(measures))
-    axes.set(xticks=[], ylim=(len(rows) - 0.5, -0.5), xlim=(0, right))
+    limit = max(times) / (0.72 - step * len(measures))
+    axes.set(xticks=[], ylim=(len(rows) - 0.5, -0.5), xlim=(0, limit))
     axes.spines["bottom"].set_visible(False)
     axes.grid(visible=False)
 
@@ -109,28 +102,26 @@ def masks(records: RecordSet, narrow: bool) -> "Drawing":
     best = best_setting(records.rows("faster", what="setting"))
     images = panels.group(records.rows("faster", what="image"), "title")
     return panels.draw_strips(
-        [panels.Strip(_mask_panels(rows, best)) for rows in images], narrow, 3 if narrow else 5
+        [panels.Strip(_mask_panels(rows, best)) for rows in images], narrow, 3
     )
 
 
-def best_setting(settings: Sequence[Row], most_iou: float = 0.02) -> str:
-    """Return the fastest patched setting whose IoU is surely within `most_iou` of the full model's.
+def best_setting(settings: Sequence[Row]) -> str:
+    """Return the fastest patched setting that changes the IoU by at most `MOST_IOU_CHANGE`.
 
     The whole 95 % interval of the change counts, if the rows have it. Without such a setting, it is the
     one with the smallest change of the IoU.
     """
     patched = [row for row in settings if get_text(row, "method") != FULL]
-    if not patched:
-        return FULL
 
     def change(row: Row) -> float:
         names = ("mask_iou_change", "mask_iou_change_low", "mask_iou_change_high")
         return max(abs(get_number(row, name) or 0.0) for name in names)
 
-    close = [row for row in patched if change(row) <= most_iou]
+    close = [row for row in patched if change(row) <= MOST_IOU_CHANGE]
     if close:
         return get_text(max(close, key=lambda row: get_number(row, "speedup") or 0.0), "method")
-    return get_text(min(patched, key=change), "method")
+    return get_text(min(patched, key=change, default={"method": FULL}), "method")
 
 
 def setting_title(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Figures of single images: instances with their scores and trees, and attention in a model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from textwrap import shorten
 from types import SimpleNamespace
@@ -9,25 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bmfa.evidence.methods import family
-from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page import panels, paper, plots
 from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs
-from bmfa.evidence.page.panels import (
-    TITLE,
-    Panel,
-    Strip,
-    draw_panel,
-    draw_strips,
-    group,
-    method_title,
-    minority_shares,
-    outlines_on_photograph,
-    overlay,
-    photograph,
-    photograph_panel,
-    read_grid,
-    tree_panel,
-    values_panel,
-)
 from bmfa.evidence.page.record_set import RecordSet, get_points, get_text
 from bmfa.records import Row
 
@@ -49,37 +33,37 @@ STRATEGIES = {"quadrant-gap": "A", "random-quadrants": "R", "fixed-blocks": "F"}
 def motivation(records: RecordSet, narrow: bool) -> "Drawing":
     """Two blocks of an image: the small part with the mass, what the mean loses, and the tree."""
     rows = records.rows("blocks")
-    scene = Panel("An image and two of its blocks", partial(_draw_scene, rows))
-    panels = [_block_panels(row, number) for number, row in enumerate(rows)]
+    scene = panels.Panel("An image and two of its blocks", partial(_draw_scene, rows))
+    shown = [_block_panels(row, number) for number, row in enumerate(rows)]
     if narrow:
-        panels[0].insert(0, scene)
-    drawing = draw_strips([Strip(p) for p in panels], narrow, 3 if narrow else 5, aside=SCENE + 26)
+        shown[0].insert(0, scene)
+    drawing = panels.draw_strips([panels.Strip(p) for p in shown], narrow, 3, aside=SCENE + 26)
     if not narrow:
-        draw_panel(drawing, scene, 0, TITLE, SCENE)
+        panels.draw_panel(drawing, scene, 0, panels.TITLE, SCENE)
     return drawing
 
 
 def _draw_scene(rows: Sequence[Row], axes: "Axes") -> None:
     """Draw the image with its numbered blocks outlined."""
-    photograph(axes, get_text(rows[0], "scene"))
+    panels.photograph(axes, get_text(rows[0], "scene"))
     for number, row in enumerate(rows):
         left, top, right, bottom = row["scene_box"]
-        outlines_on_photograph(axes, [(top, left, bottom, right)], (1, 1), plots.YELLOW)
+        panels.outlines_on_photograph(axes, [(top, left, bottom, right)], (1, 1), plots.YELLOW)
         text = axes.text(left + 0.02, 0.98 - top, f"{number + 1}", transform=axes.transAxes)
         text.set(color=plots.YELLOW, fontweight="bold", va="top")
 
 
-def _block_panels(row: Row, number: int) -> list[Panel]:
-    scores, printed = read_grid(row, "scores"), paper.FIRST_FIGURE[number]
+def _block_panels(row: Row, number: int) -> list[panels.Panel]:
+    scores, printed = panels.read_grid(row, "scores"), paper.FIRST_FIGURE[number]
     mean = {"boxes": [[0, 0, *scores.shape]]}
     loss = [f"loses {row['gap']:.3f}", f"paper {printed.gap:.3f}"]
     residual = [f"loses {row['error']:.3f}", _leaves(row)]
     return [
-        photograph_panel(row, f"Block {number + 1}"),
-        values_panel(scores, "Its scores"),
-        Panel("Bright part", partial(_draw_shares, row, printed)),
-        tree_panel(mean, scores, "Its mean", loss),
-        tree_panel(row, scores, "Algorithm 1", residual),
+        panels.photograph_panel(row, f"Block {number + 1}"),
+        panels.values_panel(scores, "Its scores"),
+        panels.Panel("Bright part", partial(_draw_shares, row, printed)),
+        panels.tree_panel(mean, scores, "Its mean", loss),
+        panels.tree_panel(row, scores, "Algorithm 1", residual),
     ]
 
 
@@ -95,8 +79,7 @@ def _draw_shares(row: Row, printed: SimpleNamespace, axes: "Axes") -> None:
         axes.text(0, top + 0.48, label, fontsize=plots.SMALL, color=plots.LIGHT["muted"])
         axes.barh(top + 0.68, 100, 0.18, color=plots.LIGHT["grid"])
         axes.barh(top + 0.68, share, 0.18, color=plots.LIGHT["ink"])
-        mark = [top + 0.54, top + 0.82]
-        axes.plot([theirs, theirs], mark, color=plots.LIGHT["gamma"], linewidth=2)
+        axes.vlines(theirs, top + 0.54, top + 0.82, color=plots.LIGHT["gamma"], linewidth=2)
 
 
 @plots.figure("pipeline", "cases")
@@ -105,41 +88,36 @@ def pipeline(records: RecordSet, narrow: bool) -> "Drawing":
     # The first kite, or the first instance, by the first method, which is Algorithm 1.
     row = min(records.rows("cases"), key=lambda row: row["category"] != "kite")
     leaves = [_leaves(row), f"paper: {paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"]
-    panels = _instance_panels([row])
-    panels[-1] = tree_panel(row, read_grid(row, "scores"), "Algorithm 1", leaves)
+    shown = _instance_panels([row])
+    shown[-1] = panels.tree_panel(row, panels.read_grid(row, "scores"), "Algorithm 1", leaves)
     runs = sorted(closed_loop_runs(records), key=lambda run: not run.is_papers_model)
     if runs:
-        axes = ["agreement with the full model, %,", "against the leaf ratio, %"]
-        panels.append(Panel(runs[0].heading, partial(_draw_agreement, runs[0]), axes))
+        notes = ["agreement with the full model, %,", "against the leaf ratio, %"]
+        shown.append(panels.Panel(runs[0].heading, partial(_draw_agreement, runs[0]), notes))
     titled = [
-        Panel(f"({letter}) {panel.title}", panel.draw, panel.notes)
-        for letter, panel in zip("abcd", panels, strict=False)
+        replace(panel, title=f"({letter}) {panel.title}")
+        for letter, panel in zip("abcd", shown, strict=False)
     ]
-    return draw_strips([Strip(titled)], narrow, 2 if narrow else 4)
+    return panels.draw_strips([panels.Strip(titled)], narrow, 2)
 
 
 def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
     """Draw agreement over leaf ratio, ours and the paper's."""
     plot = axes.inset_axes((0.12, 0.36, 0.88, 0.64))
-    printed = [
-        (point.leaf_percent, point.agreement_percent, STRATEGIES[family(name)])
-        for name, point in paper.CLOSED_LOOP.items()
-        if family(name) in STRATEGIES
-    ]
-    lines = {
-        name: get_points(run.families[name], "leaf_percent", "agreement_percent")
-        for name in (*STRATEGIES, "optimal")
-        if name in run.families
-    }
-    values = [y for line in lines.values() for _, y in line]
-    values += [y for _, y, _ in printed]
+    columns = "leaf_percent", "agreement_percent"
+    values = []
+    for name, point in paper.CLOSED_LOOP.items():
+        if letter := STRATEGIES.get(family(name)):
+            x, y = point.leaf_percent, point.agreement_percent
+            plots.draw_point(plot, paper.NAME, x, y)
+            plot.text(x, y, letter, ha="center", va="center", fontsize=8)
+            values.append(y)
+    for name in (name for name in (*STRATEGIES, "optimal") if name in run.families):
+        line = get_points(run.families[name], *columns)
+        plots.draw_line(plot, name, line, label=name)
+        values += [y for _, y in line]
     plot.set(xlim=(0, 105), ylim=(10 * (min(values) // 10), 101))
     plots.set_ticks(plot.xaxis, [0, 25, 50, 75, 100])
-    for x, y, letter in printed:
-        plots.draw_point(plot, paper.NAME, x, y)
-        plot.text(x, y, letter, ha="center", va="center", fontsize=8)
-    for name, line in lines.items():
-        plots.draw_line(plot, name, line, label=name)
     style: dict[str, Any] = {"ncols": 2, "fontsize": 10, "columnspacing": 0.8, "handlelength": 1.2}
     axes.legend(*plot.get_legend_handles_labels(), loc="lower left", **style)
 
@@ -148,17 +126,17 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
 def cases(records: RecordSet, narrow: bool) -> "Drawing":
     """The paper's objects with their scores, and the trees of Algorithm 1 and of the optimal rule."""
     strips = []
-    for rows in group(records.rows("cases"), "dataset", "title"):
-        notes = [*minority_shares(rows[0]), f"gap of the mean {rows[0]['gap']:.3f}"]
-        strips.append(Strip(_instance_panels(rows), _title(rows[0]), [", ".join(notes)]))
-    return draw_strips(strips, narrow, max(len(strip.panels) for strip in strips), across=2)
+    for rows in panels.group(records.rows("cases"), "dataset", "title"):
+        notes = [*panels.minority_shares(rows[0]), f"gap of the mean {rows[0]['gap']:.3f}"]
+        strips.append(panels.Strip(_instance_panels(rows), _title(rows[0]), [", ".join(notes)]))
+    return panels.draw_strips(strips, narrow, across=2)
 
 
-def _instance_panels(rows: Sequence[Row]) -> list[Panel]:
+def _instance_panels(rows: Sequence[Row]) -> list[panels.Panel]:
     """The image, if the record has it, the scores, and the tree of every method."""
-    scores = read_grid(rows[0], "scores")
-    image = [photograph_panel(rows[0])] if "image" in rows[0] else []
-    return [*image, values_panel(scores), *(tree_panel(row, scores) for row in rows)]
+    scores = panels.read_grid(rows[0], "scores")
+    image = [panels.photograph_panel(rows[0])] if "image" in rows[0] else []
+    return [*image, panels.values_panel(scores), *(panels.tree_panel(row, scores) for row in rows)]
 
 
 def _leaves(row: Row) -> str:
@@ -181,20 +159,17 @@ def attention_cases(records: RecordSet, narrow: bool) -> "Drawing":
     strips = []
     for rows in _queries(records):
         first, largest = rows[0], _largest(rows)
-        panels = [
-            photograph_panel(first),
-            _attention_panel(
-                first, "attention", largest, "Full attention", [_class(first, "full")]
-            ),
-        ]
+        full = _attention_panel(first, largest, "Full attention", [_class(first, "full")])
+        shown = [panels.photograph_panel(first), full]
         for row in rows:
-            title = f"{method_title(row)} {get_text(row, 'method').partition(':')[2]}".strip()
+            title = (
+                f"{panels.method_title(row)} {get_text(row, 'method').partition(':')[2]}".strip()
+            )
             notes = [f"E {row['error']:.3f} · {row['leaf_percent']:.1f} %", _class(row, "screened")]
-            panels.append(_attention_panel(row, "screened_attention", largest, title, notes))
+            shown.append(_attention_panel(row, largest, title, notes, screened=True))
         loss = f"{_place(first)}, gap of one mean {first['gap']:.2f}"
-        strips.append(Strip(panels, _title(first), [loss]))
-    columns = 3 if narrow else max(len(strip.panels) for strip in strips)
-    return draw_strips(strips, narrow, columns)
+        strips.append(panels.Strip(shown, _title(first), [loss]))
+    return panels.draw_strips(strips, narrow, 3)
 
 
 def _class(row: Row, which: str) -> str:
@@ -207,24 +182,22 @@ def _draw_screen(records: RecordSet, narrow: bool) -> "Drawing":
     """An image with its tree, the attention of a query full and screened, and the difference."""
     strips = []
     for row in (row for rows in _queries(records) for row in rows):
-        full, screened = (read_grid(row, name) for name in ("attention", "screened_attention"))
+        full, screened = (
+            panels.read_grid(row, name) for name in ("attention", "screened_attention")
+        )
         largest = _largest([row])
         leaves = [f"{len(row['boxes'])} leaves of {full.size} tokens"]
+        weights = [[f"largest {100 * shown.max():.1f} %"] for shown in (full, screened)]
         moved = [f"{row['moved_percent']:.2f} % of the mass moved", "from blue to orange tokens"]
-        panels = [
-            Panel("Tree over the image", partial(_draw_attention, row, None, True), leaves),
-            *(
-                _attention_panel(row, name, largest, title, [f"largest {100 * shown.max():.1f} %"])
-                for name, title, shown in (
-                    ("attention", "Full attention", full),
-                    ("screened_attention", "Screened attention", screened),
-                )
-            ),
-            Panel("Screened − full", partial(_draw_difference, row, screened - full), moved),
+        shown = [
+            panels.Panel("Tree over the image", partial(_draw_attention, row, None, True), leaves),
+            _attention_panel(row, largest, "Full attention", weights[0]),
+            _attention_panel(row, largest, "Screened attention", weights[1], screened=True),
+            panels.Panel("Screened − full", partial(_draw_difference, row, screened - full), moved),
         ]
         title = shorten(get_text(row, "title"), 50, placeholder=" …")
-        strips.append(Strip(panels, title, _describe(row)))
-    return draw_strips(strips, narrow, 2 if narrow else 4)
+        strips.append(panels.Strip(shown, title, _describe(row)))
+    return panels.draw_strips(strips, narrow, 2)
 
 
 # The figure of `bmfa screen`, which is not on the page.
@@ -248,7 +221,7 @@ def _describe(row: Row) -> list[str]:
 
 def _queries(records: RecordSet) -> list[list[Row]]:
     """The rows of each query, one for each method."""
-    return group(records.rows("image"), "model", "title", "layer", "head", "query")
+    return panels.group(records.rows("image"), "model", "title", "layer", "head", "query")
 
 
 def _largest(rows: Sequence[Row]) -> float:
@@ -257,32 +230,34 @@ def _largest(rows: Sequence[Row]) -> float:
 
 
 def _attention_panel(
-    row: Row, column: str, largest: float, title: str, notes: Sequence[str]
-) -> Panel:
+    row: Row, largest: float, title: str, notes: Sequence[str], screened: bool = False
+) -> panels.Panel:
     """Return a panel of the image, darkened where a token gets less than the largest weight."""
-    relative = np.clip(read_grid(row, column) / (largest or 1.0), 0.0, 1.0)
-    brightness, tree = relative**BRIGHTNESS_EXPONENT, column == "screened_attention"
-    return Panel(title, partial(_draw_attention, row, brightness, tree), notes)
+    weights = panels.read_grid(row, "screened_attention" if screened else "attention")
+    brightness = np.clip(weights / (largest or 1.0), 0.0, 1.0) ** BRIGHTNESS_EXPONENT
+    return panels.Panel(title, partial(_draw_attention, row, brightness, screened), notes)
 
 
 def _draw_attention(row: Row, brightness: plots.Array | None, tree: bool, axes: "Axes") -> None:
     """Draw the image as bright as told, its leaves, and the query."""
-    photograph(axes, get_text(row, "image"))
+    panels.photograph(axes, get_text(row, "image"))
     if brightness is not None:
-        overlay(axes, OPACITY * (1 - brightness), plots.DARK)
+        panels.overlay(axes, OPACITY * (1 - brightness), plots.DARK)
     if tree:
         alpha = 0.9 if brightness is None else 0.5
-        outlines_on_photograph(axes, row["boxes"], (row["height"], row["width"]), alpha=alpha)
+        panels.outlines_on_photograph(
+            axes, row["boxes"], (row["height"], row["width"]), alpha=alpha
+        )
     _mark_query(row, axes)
 
 
 def _draw_difference(row: Row, difference: plots.Array, axes: "Axes") -> None:
     """Draw where attention increases (orange) and decreases (blue)."""
     relative = difference / (float(np.abs(difference).max()) or 1.0)
-    photograph(axes, get_text(row, "image"))
-    overlay(axes, np.full(difference.shape, 0.8), plots.DARK)
-    overlay(axes, np.clip(relative, 0, 1), plots.ORANGE)
-    overlay(axes, np.clip(-relative, 0, 1), plots.BLUE)
+    panels.photograph(axes, get_text(row, "image"))
+    panels.overlay(axes, np.full(difference.shape, 0.8), plots.DARK)
+    panels.overlay(axes, np.clip(relative, 0, 1), plots.ORANGE)
+    panels.overlay(axes, np.clip(-relative, 0, 1), plots.BLUE)
     _mark_query(row, axes)
 
 
@@ -291,7 +266,7 @@ def _mark_query(row: Row, axes: "Axes") -> None:
     if len(place) == 2:
         top, left = map(int, place)
         box = (top, left, top + 1, left + 1)
-        outlines_on_photograph(axes, [box], (row["height"], row["width"]), plots.YELLOW)
+        panels.outlines_on_photograph(axes, [box], (row["height"], row["width"]), plots.YELLOW)
 
 
 def _place(row: Row) -> str:

@@ -1,47 +1,26 @@
 """Builds the page: records to chapters, chapters to one self-contained HTML file."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import PurePath
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from bmfa.evidence.ablation.chapter import ABLATIONS
-from bmfa.evidence.bench.chapter import DENSE_PREDICTION, SPEED
-from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
-from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
-from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
-from bmfa.evidence.failures.chapter import FAILURES
-from bmfa.evidence.faster.chapter import FASTER
-from bmfa.evidence.images import figures as _  # noqa: F401 - draws what the chapters show
-from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import paper, plots
-from bmfa.evidence.page.chapter import Chapter
-from bmfa.evidence.page.claims import Claim
-from bmfa.evidence.page.formats import format_number, format_percent, format_small
-from bmfa.evidence.page.model_runs import of_family
-from bmfa.evidence.page.origins import describe_data, recorded_sources
-from bmfa.evidence.page.record_set import (
-    UNPRINTABLE,
-    MissingValueError,
-    RecordSet,
-    get_text,
-    unique,
-)
-from bmfa.evidence.probes.chapter import PROBES
-from bmfa.evidence.synthetic.chapter import SYNTHETIC
+from bmfa.evidence.page import plots
+from bmfa.evidence.page.claims import TEXTS, Claim, judge
+from bmfa.evidence.page.record_set import UNPRINTABLE, MissingValueError, RecordSet, unique
+from bmfa.evidence.page.rendering import VALUES, templates
 from bmfa.packages import load_package
-from bmfa.records import Record, Row
+from bmfa.records import Record
 
 TITLE = "What attention loses when blocks become means"
-CHAPTERS = (
-    *(FASTER, *SYNTHETIC, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
-    *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
-    *(DENSE_PREDICTION, SPEED),
+CHAPTERS: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_name("chapters.toml").read_text("utf-8")
 )
+for _folder in {chapter["template"].partition("/")[0] for chapter in CHAPTERS.values()}:
+    import_module(f"bmfa.evidence.{_folder}.chapter")  # registers figures, claims and values
 FIGURES = plots.FIGURES  # those of all chapters
-# Values of rows that do not fit into a cell.
-LONG_VALUES = {"scores", "boxes", "image", "gap_quantiles", "attention", "screened_attention"}
 
 
 def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
@@ -64,17 +43,18 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         True
     """
     found = RecordSet(records)
-    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
+    known = {chapter["experiment"] for chapter in CHAPTERS.values()} | {"gallery", "blocks"}
     known |= {"reduction"} if found.has("evaluate") else set()  # a part of that chapter
     page: str = (
-        _templates()
+        templates()
         .get_template("page/templates/page.html.j2")
         .render(
             title=TITLE,
             records=found,
             claims=all_claims(found),
             methods=_methods(found),
-            chapters=[(chapter, _chapter(chapter, found)) for chapter in CHAPTERS],
+            chapters=CHAPTERS,
+            shown={name: _chapter(name, found) for name in CHAPTERS},
             others=dict.fromkeys(r.experiment for r in records if r.experiment not in known),
             environments=_environments(records),
             explorer=explorer,
@@ -84,58 +64,23 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
 
 
 def all_claims(records: RecordSet) -> list[Claim]:
-    """Test the claims of all chapters in order."""
-    return [test(records) for chapter in CHAPTERS for test in chapter.claims]
+    """Return the claims of all chapters in order."""
+    return [judge(name, records) for name in TEXTS]
 
 
-@cache
-def _templates() -> Any:
-    """The jinja2 environment with what the templates call; text is escaped by default."""
-    jinja2 = load_package("jinja2")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bmfa.evidence", ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-
-    def or_dash(form: Callable[..., str]) -> Callable[..., str]:
-        """Let a number that a record does not hold be a dash."""
-        return lambda value, *options: form(
-            None if isinstance(value, jinja2.Undefined) else value, *options
-        )
-
-    environment.filters |= {
-        "number": or_dash(format_number),
-        "percent": or_dash(format_percent),
-        "small": or_dash(format_small),
-        "filled_keys": lambda rows: {key for row in rows for key in row if row[key] is not None},
-        "with_paper": lambda rows, points: [
-            paper.beside(row, points.get(get_text(row, "method"))) for row in rows
-        ],
-        "of_family": of_family,
-        "describe_data": describe_data,
-        "describe_settings": _describe_settings,
-        "recorded_sources": recorded_sources,
-        "columns_of": _columns_of,
-    }
-    environment.globals |= {"figures": FIGURES, "paper": paper}
-    return environment
-
-
-def _chapter(chapter: Chapter, records: RecordSet) -> str:
+def _chapter(name: str, records: RecordSet) -> str:
     """The chapter as HTML, "" if the records do not hold what it shows."""
-    if not records.has(chapter.experiment):
+    template, experiment = CHAPTERS[name]["template"], CHAPTERS[name]["experiment"]
+    if not records.has(experiment):
         return ""
     try:
-        values = {"records": records, **chapter.values(records)}
+        values = {"records": records, **(VALUES[name](records) if name in VALUES else {})}
     except MissingValueError:
         return ""
     try:
-        return str(_templates().get_template(chapter.template).render(values))
+        return str(templates().get_template(template).render(values))
     except load_package("jinja2").UndefinedError as error:
-        raise ValueError(f"the records of {chapter.experiment} lack a column: {error}") from error
+        raise ValueError(f"the records of {experiment} lack a column: {error}") from error
 
 
 def _methods(records: RecordSet) -> list[dict[str, Any]]:
@@ -144,13 +89,6 @@ def _methods(records: RecordSet) -> list[dict[str, Any]]:
     names = [name for e in experiments for name in unique(records.rows(e), "method")]
     shown = {method.name for name in names if (method := find_method(name)) is not None}
     return [vars(m) for m in METHODS.values() if m.name in shown and m.kind != "full"]
-
-
-def _columns_of(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """The columns of a table of all values of rows, for experiments without a chapter."""
-    keys = dict.fromkeys(key for row in rows for key in row if key not in LONG_VALUES)
-    forms = {"method": "code"}
-    return [(key, key.replace("_", " "), forms.get(key, "text")) for key in keys]
 
 
 def _environments(records: Sequence[Record]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -162,19 +100,3 @@ def _environments(records: Sequence[Record]) -> list[tuple[str, Mapping[str, Any
         (", ".join(dict.fromkeys(record.experiment for record in same)), same[0].environment)
         for same in found.values()
     ]
-
-
-def _describe_settings(settings: Mapping[str, Any]) -> str:
-    shown = {name: value for name, value in settings.items() if value not in (None, {}, [])}
-    return ", ".join(f"{name} = {_describe(value)}" for name, value in shown.items())
-
-
-def _describe(value: Any) -> str:
-    """A setting in words; of an absolute path only the last part."""
-    if isinstance(value, Mapping):
-        if set(value) == {"instances", "names"}:
-            return str(value["instances"])
-        return f"({', '.join(f'{name}: {_describe(item)}' for name, item in value.items())})"
-    if isinstance(value, list | tuple):
-        return " ".join(_describe(item) for item in value)
-    return PurePath(value).name if str(value).startswith("/") else str(value)

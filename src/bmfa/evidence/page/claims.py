@@ -1,16 +1,23 @@
-"""The claims of the paper and the verdicts on them."""
+"""The claims of the paper and the verdicts on them; `claims.toml` has their sentences."""
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bmfa.evidence.page.formats import MISSING
 from bmfa.evidence.page.origins import describe_data
-from bmfa.evidence.page.record_set import MissingValueError, RecordSet, command_for
-from bmfa.records import Record
+from bmfa.evidence.page.record_set import MissingValueError, RecordSet, command_for, need_number
+from bmfa.evidence.page.rendering import sentence
+from bmfa.records import Record, Row
 
 TOLERANCE = 0.0006  # the paper prints three decimals; half a unit of the last one, and rounding
+TEXTS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("claims.toml").read_text("utf-8")
+)
 
 
 class Verdict(Enum):
@@ -58,47 +65,45 @@ class Claim:
     data: str = ""
 
 
-ClaimTest = Callable[[RecordSet], Claim]
-# Our numbers, the verdict, a note and, if the claim chooses among the records, those that it read.
-Measured = tuple[str, Verdict, str] | tuple[str, Verdict, str, Sequence[Record]]
+# The verdict, the numbers of the sentences and, if a claim chooses among the records, those it read.
+Measured = tuple[Verdict, Mapping[str, Any]] | tuple[Verdict, Mapping[str, Any], Sequence[Record]]
+Measure = Callable[[RecordSet], Measured]
+MEASURES: dict[str, Measure] = {}  # by the names in claims.toml; filled by the chapters
 
 
-def claim(
-    text: str, printed: str, experiment: str, *, command: str = "", **settings: Any
-) -> Callable[[Callable[[RecordSet], Measured]], ClaimTest]:
-    """Decorate a function that tests a claim of the paper on records.
+def claim(*names: str) -> Callable[[Measure], Measure]:
+    """Decorate the function that judges claims on the records of their experiment and settings.
 
-    Args:
-        text: what the paper claims.
-        printed: the numbers that the paper prints.
-        experiment: the experiment whose records the numbers are from.
-        command: the command that makes the records; by default that of the experiment.
-        settings: settings of the records.
-
-    Returns:
-        A decorator of a function of the records. If it raises MissingValueError, the claim is not
-        measured and shows the command.
+    It raises MissingValueError if these do not hold its numbers.
     """
 
-    def decorate(measure: Callable[[RecordSet], Measured]) -> ClaimTest:
-        def test(records: RecordSet) -> Claim:
-            try:
-                ours, verdict, note, *chosen = measure(records)
-            except MissingValueError:
-                makes = command or command_for(experiment, settings)
-                return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", makes)
-            read = chosen[0] if chosen else records.of(experiment, **settings)
-            return Claim(text, printed, ours, verdict, note, data=describe_data(read))
+    def register(measure: Measure) -> Measure:
+        MEASURES.update(dict.fromkeys(names, measure))
+        return measure
 
-        return test
-
-    return decorate
+    return register
 
 
-def judge_numbers(*pairs: tuple[float | None, float]) -> Verdict:
-    """Compare (printed, measured) numbers on the paper's own data at the printed precision."""
-    equal = [p is not None and abs(measured - p) <= TOLERANCE for p, measured in pairs]
-    return Verdict.REPRODUCED if all(equal) else Verdict.NOT_AS_CLAIMED
+def judge(name: str, records: RecordSet) -> Claim:
+    """Return a claim with its verdict; one without its records shows the command that makes them."""
+    text = TEXTS[name]
+    experiment, settings = text["experiment"], text.get("settings", {})
+    found = RecordSet(records.of(experiment, **settings))
+    try:
+        verdict, numbers, *chosen = MEASURES[name](found)
+    except MissingValueError:
+        command = text.get("command") or command_for(experiment, settings)
+        return Claim(text["claim"], text["paper"], MISSING, Verdict.NOT_MEASURED, "Run", command)
+    ours, note = (sentence(text[part]).render(numbers, records=found) for part in ("ours", "note"))
+    data = describe_data(chosen[0] if chosen else found.records)
+    return Claim(text["claim"], text["paper"], ours, verdict, note, data=data)
+
+
+def judge_numbers(row: Row, printed: SimpleNamespace) -> Verdict:
+    """Compare a row on the paper's own data with all numbers of a point at the printed precision."""
+    pairs = [(value, need_number(row, column)) for column, value in vars(printed).items()]
+    equal = all(abs(measured - value) <= TOLERANCE for value, measured in pairs)
+    return Verdict.REPRODUCED if equal else Verdict.NOT_AS_CLAIMED
 
 
 def judge_direction(holds: bool) -> Verdict:

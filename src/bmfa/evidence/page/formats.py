@@ -33,11 +33,6 @@ def format_number(value: Any, decimals: int | None = 3) -> str:
     return f"{abs(rounded) if rounded == 0 else rounded:,f}".replace("-", "−")
 
 
-def format_numbers(*values: float | None) -> str:
-    """Format numbers with three decimals, separated by commas."""
-    return ", ".join(format_number(value) for value in values)
-
-
 def format_percent(value: float | None, decimals: int = 3) -> str:
     """Format a percentage, for example "5.794 %"."""
     return MISSING if value is None else f"{format_number(value, decimals)} %"

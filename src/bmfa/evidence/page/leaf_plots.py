@@ -46,15 +46,13 @@ def against_leaf_ratio(
     pairs = [(measure, source) for measure in measures for source in sources]
     for index, (axes, ((column, y_label), source)) in enumerate(zip(panels, pairs, strict=True)):
         title, rows, printed = source
-        axes.set(xscale="log", xlim=(0.35, 140))
-        plots.set_ticks(axes.xaxis, [0.5, 1, 3, 10, 30, 100])
+        plots.set_axes(axes, title, y_label, **plots.LEAF_AXIS)
         set_measure_axis(axes, column, [row for _, rows, _ in sources for row in rows])
         plots.mark_level(axes, y=full[index % len(sources)] if full else None)
         for row in printed:
             point = get_number(row, "leaf_percent"), get_number(row, column)
             plots.draw_point(axes, paper.NAME, *point)
         draw_families(axes, rows, "leaf_percent", column)
-        plots.label(axes, title, y_label, "leaf ratio, % of tokens, logarithmic")
     return drawing
 
 

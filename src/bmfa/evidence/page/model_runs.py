@@ -1,7 +1,7 @@
 """The records of models, as the chapters on models read them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from bmfa.evidence.methods import FULL, family, is_kind
@@ -13,7 +13,6 @@ from bmfa.evidence.page.record_set import (
     RecordSet,
     get_number,
     get_text,
-    need_number,
     unique,
 )
 from bmfa.records import Record, Row
@@ -49,6 +48,17 @@ class ModelRun:
     def is_papers_model(self) -> bool:
         """True if this is the model of the paper."""
         return self.title == paper.MODEL
+
+    @property
+    def main_layers(self) -> str:
+        """The last four layers if they were screened, else the first choice of layers."""
+        choices = _layers(self.record)
+        return MAIN_LAYERS if MAIN_LAYERS in choices else choices[0]
+
+    @property
+    def is_by_layer(self) -> bool:
+        """True if each choice of layers is one layer."""
+        return all(choice.isdecimal() for choice in unique(self.rows, "layers"))
 
     @property
     def images(self) -> int:
@@ -91,10 +101,6 @@ class ModelRun:
         """The rows of every method at all its parameters."""
         return by_family(self.rows)
 
-    def values(self, method: str, *columns: str) -> list[float]:
-        """Return numbers of a method; raise MissingValueError if one was not measured."""
-        return [need_number(self.by_method[method], column) for column in columns]
-
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return rows by their methods without parameters."""
@@ -128,14 +134,10 @@ def model_runs(
 def closed_loop_runs(records: RecordSet) -> list[ModelRun]:
     """Return every model with its last four layers screened, or with its first choice of layers."""
     found = records.of("closed-loop")
-    runs = model_runs([r for r in found if len(_layers(r)) == 1] or found)
-    return [ModelRun(run.record, _at_main_layers(run)) for run in runs]
-
-
-def _at_main_layers(run: ModelRun) -> list[Row]:
-    choices = _layers(run.record)
-    layers = MAIN_LAYERS if MAIN_LAYERS in choices else choices[0]
-    return [row for row in run.rows if get_text(row, "layers") == layers]
+    return [
+        replace(run, rows=[row for row in run.rows if get_text(row, "layers") == run.main_layers])
+        for run in model_runs([r for r in found if len(_layers(r)) == 1] or found)
+    ]
 
 
 def layer_runs(records: RecordSet) -> list[ModelRun]:

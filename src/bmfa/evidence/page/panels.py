@@ -47,31 +47,36 @@ class Strip:
 
 
 def draw_strips(
-    strips: Sequence[Strip], narrow: bool, columns: int, *, aside: float = 0.0, across: int = 1
+    strips: Sequence[Strip],
+    narrow: bool,
+    narrow_columns: int | None = None,
+    *,
+    aside: float = 0.0,
+    across: int = 1,
 ) -> "Drawing":
     """Draw strips below each other.
 
     Args:
         strips: the strips; their notes are wrapped.
         narrow: True for a narrow screen.
-        columns: panels in a line; a strip of more panels has several lines.
+        narrow_columns: panels in a line on a narrow screen; all of them by default, as on a wide one.
         aside: width of the text at the left of the panels on a wide screen; 0 for text above them.
         across: strips beside each other on a wide screen.
     """
-    aside, across = (0.0, 1) if narrow else (aside, across)
-    width = plots.NARROW if narrow else plots.WIDE
+    width, columns = plots.WIDE, max(len(strip.panels) for strip in strips)
+    if narrow:
+        width, columns, aside, across = plots.NARROW, narrow_columns or columns, 0.0, 1
     cell = (width - (across - 1) * 3 * GAP) / across
     side = (cell - aside - (columns - 1) * GAP) / columns
     characters = int((aside or cell) / CHARACTER)
     texts = [[line for note in strip.notes for line in wrap(note, characters)] for strip in strips]
-    notes = max((len(panel.notes) for strip in strips for panel in strip.panels), default=0)
+    notes = max(len(panel.notes) for strip in strips for panel in strip.panels)
     step = TITLE + side + notes * LINE + 8
-    lines = [-(-len(strip.panels) // columns) * step for strip in strips]
-    words = [
-        (len(text) + 1.4) * LINE if strip.title else 0.0
-        for strip, text in zip(strips, texts, strict=True)
-    ]
-    heights = [max(pair) if aside else sum(pair) for pair in zip(lines, words, strict=True)]
+    heights, words = [], []
+    for strip, text in zip(strips, texts, strict=True):
+        words.append((len(text) + 1.4) * LINE if strip.title else 0.0)
+        lines = -(-len(strip.panels) // columns) * step
+        heights.append(max(lines, words[-1]) if aside else lines + words[-1])
     rows = [max(heights[first : first + across]) + 14 for first in range(0, len(strips), across)]
     drawing: Drawing = load_package("matplotlib.figure").Figure(
         figsize=(width / 72, sum(rows) / 72), layout="none"
@@ -149,19 +154,17 @@ def overlay(axes: "Axes", opacity: plots.Array, colour: str) -> None:
 
 def outlines(axes: "Axes", boxes: Sequence[Box], grid: Sequence[int], **options: Any) -> None:
     """Draw the borders of boxes, in tokens of a grid (H, W) that fills the square."""
+    if len(boxes) == 0:
+        return
     path, patches = load_package("matplotlib.path").Path, load_package("matplotlib.patches")
-    down, across = (
-        abs(high - low) / tokens
-        for (low, high), tokens in zip((axes.get_ylim(), axes.get_xlim()), grid, strict=True)
-    )
-    rectangles = []
-    for box in boxes:
-        top, left, bottom, right = np.multiply(box, (down, across, down, across))
-        corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
-        rectangles.append(path(corners, closed=True))
-    if rectangles:
-        options = {"facecolor": "none", "linewidth": 0.8, "clip_on": False, **options}
-        axes.add_artist(patches.PathPatch(path.make_compound_path(*rectangles), **options))
+    down, across = np.divide(np.ptp([axes.get_ylim(), axes.get_xlim()], axis=1), grid)
+    top, left, bottom, right = np.multiply(boxes, (down, across, down, across)).T
+    corners = np.array(
+        [[left, top], [right, top], [right, bottom], [left, bottom]]
+    )  # (4, 2, boxes)
+    joined = path.make_compound_path_from_polys(corners.transpose(2, 0, 1))
+    options = {"facecolor": "none", "linewidth": 0.8, "clip_on": False, **options}
+    axes.add_artist(patches.PathPatch(joined, **options))
 
 
 def outlines_on_photograph(

@@ -1,7 +1,7 @@
 """The numbers printed in the paper, from `paper.toml`, and the names of its data and methods."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +89,6 @@ def title(name: str) -> str:
     return MODELS.get(name, dataset_title(name))
 
 
-def sort_datasets(names: Sequence[str]) -> list[str]:
-    """Sort data sets, those of the paper first and in its order."""
-    known = list(DATASETS)
-    return sorted(names, key=lambda name: [*known, name].index(name))
+def place(name: str) -> int:
+    """Return the place of a data set on the page: those of the paper first and in its order."""
+    return [*DATASETS, name].index(name)

@@ -40,6 +40,14 @@ LIGHT = dict(re.findall(r"--(\w+): (#\w{6})", STYLE_SHEET.partition("@media")[0]
 # Colours over photographs, the same in both themes.
 DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
 
+BACKGROUND = {"facecolor": LIGHT["surface"], "edgecolor": "none", "pad": 1.0}  # of text over lines
+# The axis of leaf ratios.
+LEAF_AXIS: dict[str, Any] = {
+    "x_label": "leaf ratio, % of tokens, logarithmic",
+    "x_ticks": (0.5, 1, 3, 10, 30, 100),
+    "xscale": "log",
+    "xlim": (0.35, 140),
+}
 LINES: Mapping[Line, Any] = {
     "solid": "-",
     "dotted": (0, (1, 1.6)),
@@ -161,10 +169,8 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
     for image in photographs:
         box = image.axes.get_window_extent()
         place = f'x="{box.x0:.1f}" y="{drawing.bbox.height - box.y1:.1f}"'
-        side = f'width="{box.width:.1f}" height="{box.height:.1f}"'
-        shown = (
-            f'<image xlink:href="{image.source_uri}" {place} {side} preserveAspectRatio="none"/>'
-        )
+        place += f' width="{box.width:.1f}" height="{box.height:.1f}" preserveAspectRatio="none"'
+        shown = f'<image xlink:href="{image.source_uri}" {place}/>'
         text = re.sub(f'<image [^>]*id="{image.get_gid()}"[^>]*/>', shown, text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
@@ -206,12 +212,24 @@ def panels(
     return drawing, axes[:count]
 
 
-def label(axes: "Axes", title: str, y_label: str, x_label: str = "") -> None:
-    """Set the title, the label of the vertical axis under it, and that of the horizontal axis."""
+def set_axes(
+    axes: "Axes",
+    title: str,
+    y_label: str,
+    x_label: str = "",
+    *,
+    x_ticks: Sequence[float] = (),
+    y_ticks: Sequence[float] = (),
+    **settings: Any,
+) -> None:
+    """Set the title, the labels (the vertical one is under the title), ticks, scales and limits."""
+    axes.set(xlabel=x_label, **settings)
     axes.set_title(title)
     place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(y_label, (0, 1), (0, 8), **place, fontsize=SMALL, color=LIGHT["muted"])
-    axes.set_xlabel(x_label)
+    for axis, ticks in ((axes.xaxis, x_ticks), (axes.yaxis, y_ticks)):
+        if len(ticks):
+            set_ticks(axis, ticks)
 
 
 def set_ticks(axis: Any, ticks: Sequence[float], labels: Sequence[str] | None = None) -> None:
@@ -276,17 +294,19 @@ def draw_point(axes: "Axes", method: str, x: float | None, y: float | None) -> N
         draw_line(axes, method, [(x, y)], filled=method == "paper", linestyle="none")
 
 
-def mark_level(axes: "Axes", x: float | None = None, y: float | None = None) -> None:
+def mark_level(
+    axes: "Axes", x: float | None = None, y: float | None = None, **options: Any
+) -> None:
     """Draw a vertical line at x and a horizontal one at y, where these are known."""
     for value, draw in ((x, axes.axvline), (y, axes.axhline)):
         if value is not None:
-            draw(value, color=LIGHT["ink"], linewidth=1.0)
+            draw(value, **{"color": LIGHT["ink"], "linewidth": 1.0, **options})
 
 
 def draw_methods(
-    axes: "Axes", rows: Sequence[Row], x: str, y: str, marker_step: int = 1
-) -> dict[str, float]:
-    """Draw a line for each method, its markers shifted; return the y value at the end of each line."""
+    axes: "Axes", rows: Sequence[Row], x: str, y: str, height: float, marker_step: int = 1
+) -> None:
+    """Draw a line with its name for each method, its markers shifted; axes are `height` pixels high."""
     ends, methods = {}, unique(rows, "method")
     for index, method in enumerate(methods):
         line = get_points([row for row in rows if get_text(row, "method") == method], x, y)
@@ -294,7 +314,7 @@ def draw_methods(
         draw_line(axes, method, line, filled=True, markevery=(start, marker_step))
         if line:
             ends[method] = line[-1][1]
-    return ends
+    label_ends(axes, ends, height)
 
 
 def label_ends(axes: "Axes", ends: Mapping[str, float], height: float) -> None:
@@ -308,13 +328,13 @@ def label_ends(axes: "Axes", ends: Mapping[str, float], height: float) -> None:
     line = {"arrowstyle": "-", "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
     for name, y in zip(order, spread, strict=True):
         colour = LIGHT[method_mark(name).colour]
-        options = {
+        style = {
             **text,
             "fontsize": SMALL,
             "color": colour,
-            "arrowprops": line | {"color": colour},
+            "arrowprops": {**line, "color": colour},
         }
-        axes.annotate(_shorten(name), (1.01, places[name]), (1.06, y), **options)
+        axes.annotate(_shorten(name), (1.01, places[name]), (1.06, y), **style)
 
 
 def spread_labels(

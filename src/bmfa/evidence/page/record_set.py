@@ -81,10 +81,13 @@ class RecordSet:
         rows = self.rows(experiment, **values)
         return ByMethod({get_text(row, "method"): row for row in rows})
 
+    def row(self, experiment: str, **values: Any) -> Row:
+        """Return the last row that has these values, or raise MissingValueError."""
+        return require_any(self.rows(experiment, **values))[-1]
+
     def value(self, experiment: str, column: str, **values: Any) -> float:
         """Return a number of the last row that has these values, or raise MissingValueError."""
-        rows = self.rows(experiment, **values)
-        return need_number(rows[-1] if rows else {}, column)
+        return need_number(self.row(experiment, **values), column)
 
     def setting(self, experiment: str, name: str, default: Any = None) -> Any:
         """Return a setting of the last record of an experiment."""

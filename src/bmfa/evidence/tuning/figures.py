@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 MOST_LAYER_TICKS = 16  # more of them would overlap in a panel of half the width
+DENSE, OPTIMAL = plots.LIGHT["mean"], plots.LIGHT["optimal"]
 
 
 @plots.figure("tuning", "tune")
@@ -30,7 +31,14 @@ def tuning(records: RecordSet, narrow: bool) -> "Drawing":
 def _draw_sensitivity(axes: "Axes", record: Record) -> None:
     """Change of every layer alone at every error target; the chosen ones are filled."""
     scale, unit = _change_unit(record)
+    y_label = f"{unit}, logarithmic; chosen settings are filled"
+    plots.set_axes(axes, "Change by one layer", y_label, "layer", **_layer_axis(record.rows))
     rows = [row for row in record.rows if row["error"] is not None and row["change"]]
+    if not rows:
+        axes.text(
+            0.5, 0.5, "no setting is faster than dense", transform=axes.transAxes, ha="center"
+        )
+        return
     targets = sorted({row["error"] for row in rows})
     shades = load_package("matplotlib").colormaps["viridis"]
     for index, error in enumerate(targets):
@@ -48,36 +56,27 @@ def _draw_sensitivity(axes: "Axes", record: Record) -> None:
                 clip_on=False,
                 label=_short(error),
             )
-    if rows:
-        plots.set_log_range(axes, "y", [scale * row["change"] for row in rows], 1.6)
-        handles, labels = axes.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        title = {"title": "error", "title_fontsize": 10, "fontsize": 10}
-        axes.legend(unique.values(), unique, loc="upper left", bbox_to_anchor=(1, 1), **title)
-    else:
-        text = axes.text(0.5, 0.5, "no setting is faster than dense", transform=axes.transAxes)
-        text.set_horizontalalignment("center")
-    _set_layers(axes, record.rows)
-    y_label = f"{unit}, logarithmic; chosen settings are filled"
-    plots.label(axes, "Change by one layer", y_label, "layer")
+    plots.set_log_range(axes, "y", [scale * row["change"] for row in rows], 1.6)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    style: dict[str, Any] = {"title": "error", "title_fontsize": 10, "fontsize": 10}
+    axes.legend(unique.values(), unique, loc="upper left", bbox_to_anchor=(1, 1), **style)
 
 
 def _draw_times(axes: "Axes", record: Record) -> None:
     """Time of the attention of every layer, dense and chosen."""
     chosen = [row for row in record.rows if row["chosen"]]
     layers = [row["layer"] for row in chosen]
-    dense, optimal = plots.LIGHT["mean"], plots.LIGHT["optimal"]
-    axes.bar(layers, [row["dense_milliseconds"] for row in chosen], 0.8, color=dense, alpha=0.35)
-    axes.bar(layers, [row["milliseconds"] for row in chosen], 0.5, color=optimal)
+    axes.bar(layers, [row["dense_milliseconds"] for row in chosen], 0.8, color=DENSE, alpha=0.35)
+    axes.bar(layers, [row["milliseconds"] for row in chosen], 0.5, color=OPTIMAL)
     labelled = len(chosen) <= MOST_LAYER_TICKS
     for row in chosen if labelled else ():
-        text = "" if row["error"] is None else _short(row["error"])
         height = max(row["milliseconds"], row["dense_milliseconds"])
-        _write(axes, row["layer"], height, text, 10)
-    axes.set_ylim(0, 1.15 * max(row["dense_milliseconds"] for row in chosen) or 1.0)
-    _set_layers(axes, record.rows)
+        _write(axes, row["layer"], height, _short(row["error"]), 10)
     y_label = f"milliseconds: dense (grey), chosen (blue{', with its target' if labelled else ''})"
-    plots.label(axes, "Time of attention", y_label, "layer")
+    highest = 1.15 * max(row["dense_milliseconds"] for row in chosen) or 1.0
+    axis = _layer_axis(record.rows)
+    plots.set_axes(axes, "Time of attention", y_label, "layer", ylim=(0, highest), **axis)
 
 
 def _draw_changes(axes: "Axes", record: Record) -> None:
@@ -86,63 +85,57 @@ def _draw_changes(axes: "Axes", record: Record) -> None:
     checks, tolerance = record.settings["checks"], scale * record.settings["tolerance"]
     highest = tolerance
     for index, check in enumerate(checks):
-        bars = (("predicted_change", -0.2, "mean"), ("validation_change", 0.2, "optimal"))
+        bars = (("predicted_change", -0.2, DENSE), ("validation_change", 0.2, OPTIMAL))
         for name, shift, colour in bars:
-            change = check[name]
-            if change is None:
+            if check[name] is None:
                 continue
-            highest = max(highest, scale * change)
-            axes.bar(index + shift, scale * change, 0.36, color=plots.LIGHT[colour])
+            change = scale * check[name]
+            highest = max(highest, change)
+            axes.bar(index + shift, change, 0.36, color=colour)
             if check["chosen"]:
-                _write(axes, index + shift, 0, f"{scale * change:.3g}")
-    axes.axhline(tolerance, color=plots.LIGHT["ink"], linewidth=1.0)
-    axes.set(xlim=(-0.8, max(1, len(checks)) - 0.2), ylim=(0, 1.2 * highest))
-    plots.set_ticks(axes.xaxis, range(len(checks)), [str(i + 1) for i in range(len(checks))])
+                _write(axes, index + shift, 0, f"{change:.3g}")
+    plots.mark_level(axes, y=tolerance)
     y_label = f"{unit}: predicted (grey), measured (blue), tolerance (line)"
-    x_label = "combinations checked; the plan has its values"
-    plots.label(axes, "Change of the model", y_label, x_label)
+    labels = "Change of the model", y_label, "combinations checked; the plan has its values"
+    right = max(1, len(checks)) - 0.2
+    plots.set_axes(axes, *labels, xlim=(-0.8, right), ylim=(0, 1.2 * highest))
+    plots.set_ticks(axes.xaxis, range(len(checks)), [str(i + 1) for i in range(len(checks))])
 
 
 def _draw_speed(axes: "Axes", record: Record) -> None:
     """Time of the model, dense, predicted and measured."""
     settings = record.settings
     dense = settings["dense_milliseconds"]
-    bars = {
-        "dense": (dense, "mean"),
-        "predicted": (settings["predicted_milliseconds"], "mean"),
-        "measured": (settings["milliseconds"], "optimal"),
+    times = {
+        "dense": dense,
+        "predicted": settings["predicted_milliseconds"],
+        "measured": settings["milliseconds"],
     }
-    for index, (name, (value, colour)) in enumerate(bars.items()):
-        axes.bar(index, value, 0.5, color=plots.LIGHT[colour], alpha=0.35 if name == "dense" else 1)
-        _write(axes, index, 0, f"{dense / value:.2f}x")
-    axes.set(xlim=(-0.6, 2.6), ylim=(0, 1.2 * max(value for value, _ in bars.values())))
-    plots.set_ticks(axes.xaxis, range(len(bars)), list(bars))
+    bars = axes.bar(range(len(times)), list(times.values()), 0.5, color=[DENSE, DENSE, OPTIMAL])
+    bars[0].set_alpha(0.35)
+    for index, time in enumerate(times.values()):
+        _write(axes, index, 0, f"{dense / time:.2f}x")
     height, width = settings["img_size"]
     x_label = f"{width}x{height} px, {settings['dtype']}, {settings['device']}"
-    plots.label(axes, "Time of the model", "milliseconds for a batch", x_label)
+    labels = "Time of the model", "milliseconds for a batch", x_label
+    plots.set_axes(axes, *labels, xlim=(-0.6, 2.6), ylim=(0, 1.2 * max(times.values())))
+    plots.set_ticks(axes.xaxis, range(len(times)), list(times))
 
 
 def _write(axes: "Axes", x: float, y: float, text: str, size: float = plots.SMALL) -> None:
     """Write a value above a point, or into the foot of a bar, where it hides no line."""
-    axes.annotate(
-        text,
-        (x, y),
-        (0, 4),
-        textcoords="offset points",
-        ha="center",
-        fontsize=size,
-        bbox={"facecolor": plots.LIGHT["surface"], "edgecolor": "none", "pad": 1.5},
-    )
+    place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": size}
+    axes.annotate(text, (x, y), (0, 4), **place, bbox={**plots.BACKGROUND, "pad": 1.5})
 
 
-def _short(error: float) -> str:
-    return f"{error:g}".removeprefix("0")
+def _short(error: float | None) -> str:
+    return "" if error is None else f"{error:g}".removeprefix("0")
 
 
-def _set_layers(axes: "Axes", rows: Sequence[Row]) -> None:
+def _layer_axis(rows: Sequence[Row]) -> dict[str, Any]:
     layers = sorted({row["layer"] for row in rows})
-    plots.set_ticks(axes.xaxis, layers[:: -(-len(layers) // MOST_LAYER_TICKS)])
-    axes.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
+    ticks = layers[:: -(-len(layers) // MOST_LAYER_TICKS)]
+    return {"x_ticks": ticks, "xlim": (layers[0] - 0.6, layers[-1] + 0.6)}
 
 
 def _change_unit(record: Record) -> tuple[float, str]:
