@@ -17,7 +17,15 @@ from bmfa.data import (
     draw_object,
     draw_scene,
 )
-from bmfa.data.drawn.badges import GRAIN, SHAPES, TEXTURES, TICK_COUNTS, _Badge, draw_badge_parts
+from bmfa.data.drawn.badges import (
+    _CLASSES,
+    GRAIN,
+    SHAPES,
+    TEXTURES,
+    TICK_COUNTS,
+    _Badge,
+    draw_badge_parts,
+)
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
@@ -93,7 +101,7 @@ def test_no_tick_is_under_the_bar() -> None:
     covered = 0
     for index in range(240):
         rng = UniformGenerator(0, index)
-        badge = _Badge.from_class(rng, index % len(BADGE_CLASSES))
+        badge = _Badge(rng, *_CLASSES[index % len(_CLASSES)], rng.number(14.0, 22.0))
         bar = badge.bar(rng)
         turns = badge.choose_slots(rng, bar)
         assert len(set(turns)) == badge.ticks == TICK_COUNTS[index % len(TICK_COUNTS)]

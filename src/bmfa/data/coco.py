@@ -3,9 +3,10 @@
 import json
 import math
 import os
+import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -33,37 +34,29 @@ EMPTY = "empty mask"
 # for every fifth of a pixel along an edge.
 _MAX_SIDES = 16
 
-# What a field of an annotation file may be, in words and as a predicate of its value.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "an integer": lambda value: type(value) is int,
-    "an integer of at least 1": lambda value: type(value) is int and value >= 1,
-    "a string": lambda value: isinstance(value, str),
-    "a string or nothing": lambda value: value is None or isinstance(value, str),
-    "r, c, f or nothing": lambda value: value in (None, "r", "c", "f"),
-    "0, 1 or nothing": lambda value: value in (None, 0, 1),
-    "a number of at least 0 or nothing": lambda value: (
-        value is None or (_is_number(value) and value >= 0)
-    ),
-    "a list of polygons or an object of run lengths": lambda value: isinstance(value, (list, dict)),
+# What a field of an annotation file may be, in words.
+_TYPES: dict[str, Any] = {
+    "an integer": int,
+    "a string": str,
+    "a string or nothing": str | None,
+    "a number or nothing": int | float | None,
+    "a list of polygons or an object of run lengths": list | dict,
 }
 _FIELDS = {
-    "categories": {"id": "an integer", "name": "a string", "frequency": "r, c, f or nothing"},
+    "categories": {"id": "an integer", "name": "a string", "frequency": "a string or nothing"},
     "images": {
-        "id": "an integer",
-        "width": "an integer of at least 1",
-        "height": "an integer of at least 1",
-        "file_name": "a string or nothing",
-        "coco_url": "a string or nothing",
+        **dict.fromkeys(("id", "width", "height"), "an integer"),
+        **dict.fromkeys(("file_name", "coco_url"), "a string or nothing"),
     },
     "annotations": {
-        "id": "an integer",
-        "category_id": "an integer",
-        "image_id": "an integer",
+        **dict.fromkeys(("id", "category_id", "image_id"), "an integer"),
+        **dict.fromkeys(("area", "iscrowd"), "a number or nothing"),
         "segmentation": "a list of polygons or an object of run lengths",
-        "area": "a number of at least 0 or nothing",
-        "iscrowd": "0, 1 or nothing",
     },
 }
+# Run lengths as text: characters with a continuation bit, and one without it, for each number.
+# pycocotools would read beyond the end of a text that breaks off inside of a number.
+_RUNS = re.compile(r"(?:[P-o]{0,6}[0-O])*")
 
 
 class MaskError(ValueError):
@@ -189,7 +182,7 @@ def read_annotations(path: Path) -> Any:
         for index, entry in enumerate(entries):
             for name, kind in fields.items():
                 value = entry.get(name) if isinstance(entry, dict) else None
-                if not _KINDS[kind](value):
+                if not isinstance(value, _TYPES[kind]):
                     raise AnnotationError(
                         f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO "
                         f"or LVIS instances file has {kind} there"
@@ -215,10 +208,6 @@ def _file_names(image: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys([*names, f"{image['id']:012d}.jpg"]))
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
-
-
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
     """Decode a COCO segmentation.
 
@@ -233,12 +222,11 @@ def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]
     Raises:
         MaskError: the segmentation is malformed, empty or outside the image.
     """
-    if isinstance(segmentation, list):
-        mask, empty = _fill_polygons(segmentation, height, width), DEGENERATE
-    else:
-        mask, empty = _expand_runs(segmentation, height, width), EMPTY
+    polygons = isinstance(segmentation, list)
+    read = _fill_polygons if polygons else _expand_runs
+    mask = read(segmentation, height, width)
     if not mask.any():
-        raise MaskError(empty)
+        raise MaskError(DEGENERATE if polygons else EMPTY)
     return mask
 
 
@@ -246,7 +234,7 @@ def _fill_polygons(polygons: list[Any], height: int, width: int) -> NDArray[np.b
     """Return the union of polygons; pycocotools would end the process at some that are refused here."""
     for polygon in polygons:
         even = isinstance(polygon, list) and len(polygon) % 2 == 0
-        if not even or not all(map(_is_number, polygon)):
+        if not even or not all(type(x) in (int, float) and abs(x) < math.inf for x in polygon):
             raise MaskError(MALFORMED_POLYGON)
     # Fewer than three points enclose nothing, and pycocotools reads four numbers as a box.
     polygons = [polygon for polygon in polygons if len(polygon) >= 6]
@@ -258,43 +246,27 @@ def _fill_polygons(polygons: list[Any], height: int, width: int) -> NDArray[np.b
     if apart or max(map(abs, x + y)) > _MAX_SIDES * max(height, width):
         raise MaskError(OUTSIDE)
     coco = load_package("pycocotools.mask")
-    with warnings.catch_warnings():
-        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mask = coco.decode(coco.merge(coco.frPyObjects(polygons, height, width)))
-    return np.asarray(mask).view(bool)
+    return _decode(coco.merge(coco.frPyObjects(polygons, height, width)))
 
 
 def _expand_runs(segmentation: dict[str, Any], height: int, width: int) -> NDArray[np.bool_]:
-    """Return the mask of run lengths that fill the image; pycocotools also accepts shorter ones."""
+    """Return the mask of run lengths; pycocotools ignores what a list lacks, and parts of numbers."""
     if segmentation.get("size") != [height, width]:
         raise MaskError(OUTSIDE)
-    counts = segmentation.get("counts")
-    lengths = counts if isinstance(counts, list) else _decompress(counts)
-    valid = all(type(length) is int and length >= 0 for length in lengths)
-    if not valid or sum(lengths) != height * width:
+    counts, as_list = segmentation.get("counts"), False
+    if isinstance(counts, list):
+        as_list = all(type(n) is int for n in counts) and sum(counts) == height * width
+    if not as_list and not (isinstance(counts, str) and _RUNS.fullmatch(counts)):
         raise MaskError(MALFORMED_RUNS)
-    inside = np.arange(len(lengths)) % 2 == 1
-    return np.repeat(inside, lengths).reshape(width, height).T
+    coco = load_package("pycocotools.mask")
+    try:
+        return _decode(coco.frPyObjects(segmentation, height, width) if as_list else segmentation)
+    except (ValueError, OverflowError):
+        raise MaskError(MALFORMED_RUNS) from None
 
 
-def _decompress(text: Any) -> list[int]:
-    """Return run lengths from COCO's string.
-
-    A character has 5 bits and a continuation bit; from the fourth run on, a number is the
-    difference to the run before the last.
-    """
-    if not isinstance(text, str) or not all("0" <= character < "p" for character in text):
-        raise MaskError(MALFORMED_RUNS)
-    lengths: list[int] = []
-    value = shift = 0
-    for code in (ord(character) - 48 for character in text):
-        value |= (code & 31) << shift
-        shift += 5
-        if not code & 32:
-            value -= (code & 16) << (shift - 4)
-            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
-            value = shift = 0
-    if shift:
-        raise MaskError(MALFORMED_RUNS)
-    return lengths
+def _decode(runs: Any) -> NDArray[np.bool_]:
+    with warnings.catch_warnings():
+        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return np.asarray(load_package("pycocotools.mask").decode(runs)).view(bool)

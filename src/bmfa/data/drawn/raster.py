@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.floating[Any]]
+Mask = NDArray[np.bool_]
 
 LUMA = np.array([0.299, 0.587, 0.114])  # weights of R, G and B in ITU-R BT.601
 

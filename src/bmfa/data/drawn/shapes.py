@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bmfa.data.drawn.raster import Array, blend, coverage, direction, segment_distance
+from bmfa.data.drawn.raster import Array, Mask, blend, coverage, direction, segment_distance
 
 
 class Stroke(NamedTuple):
@@ -36,14 +35,12 @@ class Stroke(NamedTuple):
         return nearest - self.width / 2
 
 
-def _inside(x: Array, y: Array, segments: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.bool_]:
+def _inside(x: Array, y: Array, segments: Sequence[Sequence[Sequence[float]]]) -> Mask:
     """Return (h, w) bool, True where a ray to the right crosses an odd number of segments."""
     crossings = np.zeros((len(y), len(x)), dtype=bool)
     for (x0, y0), (x1, y1) in segments:
-        between = (y0 > y) != (y1 > y)  # (h,)
-        rise = y1 - y0 if y1 != y0 else 1.0
-        at = x0 + (y - y0) * (x1 - x0) / rise
-        crossings ^= between[:, None] & (x[None] < at[:, None])
+        at = x0 + (y - y0) * (x1 - x0) / (y1 - y0 or 1.0)
+        crossings ^= ((y0 > y) != (y1 > y))[:, None] & (x[None] < at[:, None])
     return crossings
 
 
@@ -94,11 +91,11 @@ class Shape(NamedTuple):
         """
         low = np.min([s.segments.min((0, 1)) - s.width / 2 - 1 for s in strokes], axis=0) / unit
         high = np.max([s.segments.max((0, 1)) + s.width / 2 + 1 for s in strokes], axis=0) / unit
-        columns, rows = _clip(low[0], high[0], len(x)), _clip(low[1], high[1], len(y))
+        columns, rows = map(window, low, high, (len(x), len(y)))
         distances = [s.distance(x[columns], y[rows]) for s in strokes]
         return cls(rows, columns, np.minimum.reduce(distances))
 
-    def mask(self, height: int, width: int) -> NDArray[np.bool_]:
+    def mask(self, height: int, width: int) -> Mask:
         """Return (height, width) bool, True inside the shape."""
         mask = np.zeros((height, width), dtype=bool)
         mask[self.rows, self.columns] = self.distance < 0
@@ -109,6 +106,7 @@ class Shape(NamedTuple):
         blend(canvas[:, self.rows, self.columns], coverage(self.distance, unit), colour)
 
 
-def _clip(low: float, high: float, size: int) -> slice:
-    first = min(max(0, math.floor(low)), size)
-    return slice(first, max(first, min(size, math.ceil(high) + 1)))
+def window(low: float, high: float, size: int) -> slice:
+    """Return the pixels of a line of `size` pixels from low to high, rounded outward."""
+    first, last = np.clip((math.floor(low), math.ceil(high) + 1), 0, size).tolist()
+    return slice(first, last)
