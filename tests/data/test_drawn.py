@@ -27,7 +27,7 @@ from bmfa.data.drawn.badges import (
     draw_badge_parts,
 )
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
-from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.painting import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
 
 

@@ -100,12 +100,11 @@ class InstanceFiles(InstanceSource):
             self._rows.append(_AnnotatedImage(image["id"], names[0], shape, entry, annotated))
         if not any(row.entry for row in self._rows):
             sought = "; ".join(" or ".join(_file_names(image)) for image in listed[:2])
-            entries = self.images.entries
-            shown = f", such as {', '.join(entries[:3])}" if entries else ""
+            found = ", ".join(self.images.entries[:3])
             raise ImageError(
                 f"{self.images.path} holds none of the {len(listed)} images of {self.annotations}: "
-                f"looked for {sought or 'nothing, the file lists no image'}; found "
-                f"{len(entries)} images{shown}; pass the folder or zip that holds them"
+                f"looked for {sought or 'nothing'}; found {len(self.images.entries)} images, such as "
+                f"{found or 'none'}; pass the folder or zip that holds them"
             )
         for identity, annotated in of_image.items():
             name = f"image {identity}, not among images"
@@ -122,37 +121,32 @@ class InstanceFiles(InstanceSource):
         if image is None:
             return
         for annotation in row.annotations:
-            identity = annotation["id"]
+            identity, category = annotation["id"], self._categories.get(annotation["category_id"])
             try:
-                category = self._categories.get(annotation["category_id"])
                 if category is None:
                     raise MaskError(UNKNOWN_CATEGORY)
-                mask = decode_mask(annotation["segmentation"], *image.pixels.shape[:2])
+                mask = decode_mask(annotation["segmentation"], *row.shape)
             except MaskError as error:
                 tally.fault(str(error), f"annotation {identity} of {image.name}")
                 continue
             area, crowd = annotation.get("area"), bool(annotation.get("iscrowd"))
-            area = float(mask.sum() if area is None else area)
-            frequency = category.get("frequency")
+            area, frequency = float(mask.sum() if area is None else area), category.get("frequency")
             yield Instance(image, identity, category["name"], frequency, area, crowd, mask)
 
     def _read_image(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
-        instances = len(row.annotations)
-        if row.entry is None:
-            tally.fault(MISSING_IMAGE, row.name, instances)
-            return None
-        try:
-            pixels = self.images.read(row.entry)
-            if pixels.shape[:2] != row.shape:
-                # The annotations may ignore the EXIF orientation.
-                pixels = self.images.read(row.entry, upright=False)
-        except ImageError as error:
-            tally.fault(UNREADABLE_IMAGE, str(error), instances)
-            return None
-        if pixels.shape[:2] != row.shape:
-            tally.fault(OTHER_SIZE, row.entry, instances)
-            return None
-        return InstanceImage(row.id, row.entry, pixels)
+        fault, name = MISSING_IMAGE, row.name
+        if row.entry is not None:
+            fault, name = OTHER_SIZE, row.entry
+            try:
+                # Second as it is stored: the annotations may ignore the EXIF orientation.
+                for upright in (True, False):
+                    pixels = self.images.read(row.entry, upright=upright)
+                    if pixels.shape[:2] == row.shape:
+                        return InstanceImage(row.id, row.entry, pixels)
+            except ImageError as error:
+                fault, name = UNREADABLE_IMAGE, str(error)
+        tally.fault(fault, name, len(row.annotations))
+        return None
 
 
 def read_annotations(path: Path) -> Any:
@@ -187,25 +181,21 @@ def read_annotations(path: Path) -> Any:
                         f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO "
                         f"or LVIS instances file has {kind} there"
                     )
-    images = Counter(image["id"] for image in content["images"])
-    twice = next((identity for identity, count in images.items() if count > 1), None)
-    if twice is not None:
-        raise AnnotationError(
-            f"{path}: several images have the id {twice}; give each image its own id"
-        )
+    for identity, count in Counter(image["id"] for image in content["images"]).items():
+        if count > 1:
+            raise AnnotationError(
+                f"{path}: several images have the id {identity}; give each image its own id"
+            )
     return content
 
 
 def _file_names(image: dict[str, Any]) -> list[str]:
     """Return the possible names of the file of an image, best first."""
-    names = []
-    if image.get("file_name"):
-        names.append(image["file_name"].removeprefix("./"))
-    if image.get("coco_url"):
-        # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
-        names.append("/".join(urlsplit(image["coco_url"]).path.split("/")[-2:]))
     # LVIS v0.5 has the file names of COCO 2014; since 2017 a file is named by its id.
-    return list(dict.fromkeys([*names, f"{image['id']:012d}.jpg"]))
+    names = [(image.get("file_name") or "").removeprefix("./"), f"{image['id']:012d}.jpg"]
+    # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
+    names.insert(1, "/".join(urlsplit(image.get("coco_url") or "").path.split("/")[-2:]))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:

@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn import raster
-from bmfa.data.drawn.raster import Array, Mask, blend, coverage, direction, plane
-from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Shape, Stroke, polyline, window
+from bmfa.data.drawn import painting
+from bmfa.data.drawn.painting import Array, Mask, Shape, Stroke, UniformGenerator, direction, plane
 
 BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
@@ -100,7 +98,7 @@ def draw_badge_parts(
         mask[shape.rows, shape.columns] &= shape.distance >= 0
     if grain:
         canvas.planes += _noise(_knot_values(rng, _GRAIN_CELL), size, _GRAIN_CELL) * grain
-    return raster.to_pixels(canvas.planes), label, mask, ticks & mask
+    return painting.to_pixels(canvas.planes), label, mask, ticks & mask
 
 
 def draw_badge_batch(
@@ -127,7 +125,9 @@ def draw_badge_batch(
 
 def _piece(centre: Sequence[float], turn: float, start: float, end: float, pen: float) -> Stroke:
     """Make a straight piece between two distances from a point in a direction."""
-    return polyline(np.array([(start, 0.0), (end, 0.0)]), pen).placed(np.array(centre), 1.0, turn)
+    return painting.polyline(np.array([(start, 0.0), (end, 0.0)]), pen).placed(
+        np.array(centre), 1.0, turn
+    )
 
 
 def _scatter(rng: UniformGenerator, count: int) -> list[Stroke]:
@@ -209,7 +209,7 @@ class _Badge:
         ax, ay = direction(self.turn)
         if not self.corners:
             along = plane(x, y, ax / self.squash, ay / self.squash)
-            return raster.length(along, plane(x, y, -ay, ax))
+            return painting.length(along, plane(x, y, -ay, ax))
         sides = []
         for side in range(self.corners):
             u, v = direction((side + 0.5) / self.corners)
@@ -225,7 +225,8 @@ class _Badge:
         """Paint the badge and return its mask and that of its ticks, both (size, size)."""
         half, unit = self.reach + 1.5, canvas.unit
         columns, rows = (
-            window((at - half) / unit, (at + half) / unit, canvas.size) for at in self.centre
+            painting.window((at - half) / unit, (at + half) / unit, canvas.size)
+            for at in self.centre
         )
         columns_at, rows_at = canvas.steps[columns], canvas.steps[rows]
         x, y = columns_at - self.centre[0], rows_at - self.centre[1]
@@ -239,10 +240,10 @@ class _Badge:
         masks = np.zeros((2, canvas.size, canvas.size), dtype=bool)
         masks[:, rows, columns] = np.minimum(inside, ink) < 0, ticks < 0
         if self.texture:
-            blend(target, coverage(inside, unit) * 0.22, colour)
+            painting.blend(target, painting.coverage(inside, unit) * 0.22, colour)
             texture = self._texture_distance(rng, x, y)
             np.minimum(ink, np.maximum(texture, inside), out=ink)
-        blend(target, coverage(ink, unit), colour)
+        painting.blend(target, painting.coverage(ink, unit), colour)
         return masks[0], masks[1]
 
     def _texture_distance(self, rng: UniformGenerator, x: Array, y: Array) -> Array:
@@ -253,7 +254,7 @@ class _Badge:
         if self.texture == "striped":
             return np.abs(along) - 0.75
         across = _to_nearest(plane(x, y, -dy / period, dx / period), other, period)
-        return raster.length(along, across) - 1.45
+        return painting.length(along, across) - 1.45
 
 
 class _Canvas:
@@ -274,7 +275,7 @@ class _Canvas:
         self.knots, fine_knots = _knot_values(rng, _COARSE), _knot_values(rng, _FINE)
         coarse, fine = _noise(self.knots, size, _COARSE), _noise(fine_knots, size, _FINE)
         away = self.steps - self.at
-        region = coverage(-(plane(away, away, *self.across) + _WAVE * coarse), self.unit)
+        region = painting.coverage(-(plane(away, away, *self.across) + _WAVE * coarse), self.unit)
         phase = plane(self.steps, self.steps, dx / period, dy / period) + 0.5 * fine
         stripes = np.abs(_to_nearest(phase, 0.0, 56.0)) - 14.0  # levels
         texture = stripes * region + coarse * 13.0 + fine * 9.0
@@ -287,9 +288,9 @@ class _Canvas:
         """Return a colour (3, 1, 1) whose luma differs from the plain background by low to high."""
         (x, y), (dx, dy) = centre, self.across
         row, column = np.array([y]) / _COARSE, np.array([x]) / _COARSE
-        wave = float(raster.noise(self.knots.astype(np.float64), row, column)[0, 0])
+        wave = float(painting.noise(self.knots.astype(np.float64), row, column)[0, 0])
         beyond = (x - self.at) * dx + (y - self.at) * dy + _WAVE * wave > 0
-        luma = float(raster.LUMA @ (self.base + self.other if beyond else self.base))
+        luma = float(painting.LUMA @ (self.base + self.other if beyond else self.base))
         step = rng.number(low, high)
         luma += step if luma < 128.0 else -step
         return (luma + rng.array(3, low=-30.0, high=30.0)).astype(np.float32)[:, None, None]
@@ -325,10 +326,10 @@ def _knot_positions(size: int, cell: float) -> Array:
 def _noise(values: Array, size: int, cell: float) -> Array:
     """Return smooth noise (size, size) between knots every `cell` units."""
     at = _knot_positions(size, cell)
-    return raster.noise(values, at, at)
+    return painting.noise(values, at, at)
 
 
 def grain_weights(size: int) -> Array:
     """Return (size, knots) weights: the grain is `weights @ values @ weights.T` of its knots."""
     knots = np.eye(int(_SIDE / _GRAIN_CELL) + 2, dtype=np.float32)
-    return raster.interpolate(knots, _knot_positions(size, _GRAIN_CELL), 0)
+    return painting.interpolate(knots, _knot_positions(size, _GRAIN_CELL), 0)
