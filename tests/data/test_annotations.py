@@ -195,7 +195,7 @@ WRONG: list[tuple[Any, str]] = [
     (content(annotation(1, segmentation="x")), r"annotations\[0\]\.segmentation is"),
     (
         content({"id": 1, "image_id": 1, "category_id": 1, "caption": "a cat"}),
-        r"annotations\[0\]\.segmentation is null.*a list of polygons or an object",
+        r"annotations\[0\]\.segmentation is null.*of type list | dict in",
     ),
     (content(annotation(1, area="9")), r'annotations\[0\]\.area is "9"'),
     (content(annotation(1, iscrowd=[])), r"annotations\[0\]\.iscrowd is \[\]"),

@@ -34,24 +34,17 @@ EMPTY = "empty mask"
 # for every fifth of a pixel along an edge.
 _MAX_SIDES = 16
 
-# What a field of an annotation file may be, in words.
-_TYPES: dict[str, Any] = {
-    "an integer": int,
-    "a string": str,
-    "a string or nothing": str | None,
-    "a number or nothing": int | float | None,
-    "a list of polygons or an object of run lengths": list | dict,
-}
-_FIELDS = {
-    "categories": {"id": "an integer", "name": "a string", "frequency": "a string or nothing"},
+# The type of a field of an annotation file.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "categories": {"id": int, "name": str, "frequency": str | None},
     "images": {
-        **dict.fromkeys(("id", "width", "height"), "an integer"),
-        **dict.fromkeys(("file_name", "coco_url"), "a string or nothing"),
+        **dict.fromkeys(("id", "width", "height"), int),
+        **dict.fromkeys(("file_name", "coco_url"), str | None),
     },
     "annotations": {
-        **dict.fromkeys(("id", "category_id", "image_id"), "an integer"),
-        **dict.fromkeys(("area", "iscrowd"), "a number or nothing"),
-        "segmentation": "a list of polygons or an object of run lengths",
+        **dict.fromkeys(("id", "category_id", "image_id"), int),
+        **dict.fromkeys(("area", "iscrowd"), int | float | None),
+        "segmentation": list | dict,  # polygons or run lengths
     },
 }
 # Run lengths as text: characters with a continuation bit, and one without it, for each number.
@@ -176,10 +169,10 @@ def read_annotations(path: Path) -> Any:
         for index, entry in enumerate(entries):
             for name, kind in fields.items():
                 value = entry.get(name) if isinstance(entry, dict) else None
-                if not isinstance(value, _TYPES[kind]):
+                if not isinstance(value, kind):
                     raise AnnotationError(
-                        f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO "
-                        f"or LVIS instances file has {kind} there"
+                        f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and of type "
+                        f"{getattr(kind, '__name__', kind)} in a COCO or LVIS instances file"
                     )
     for identity, count in Counter(image["id"] for image in content["images"]).items():
         if count > 1:

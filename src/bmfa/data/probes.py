@@ -34,7 +34,7 @@ MINORITY_EDGE = 2.2  # its increase per unit of edge
 MAJORITY_EDGE = 0.35  # score of other cells per unit of edge
 MASK_ONLY_SCORE = 4.25  # score of minority cells in the mask-only mode; others have 0
 
-PART_IMAGES = 16  # images in a part, the unit of work of a process
+PART_IMAGES = 16
 
 
 def multiples(size: int, step: int) -> str:
@@ -162,29 +162,24 @@ def probe_blocks(
         256
     """
     check_integer("workers", workers, low=1)
-    if limit is not None:
-        check_integer("limit", limit, low=1)
-    tally = Tally() if tally is None else tally
-    parts, done, found = split_images(source, PART_IMAGES), 0, 0
+    left = math.inf if limit is None else check_integer("limit", limit, low=1)
+    tally, parts = Tally() if tally is None else tally, split_images(source)
     results = probe_parts(source, parts, settings or ProbeSettings(), tally.strict, workers)
     for part, (block, skipped) in zip(parts, results, strict=True):
-        done += len(part)
         tally.merge(skipped)
         if progress is not None:
-            progress(done, len(source))
-        if block is None:
-            continue
-        block = block[: None if limit is None else limit - found]
-        found += len(block)
-        yield block
-        if found == limit:
+            progress(part.stop, len(source))
+        if block is not None:
+            yield block[: int(min(left, len(block)))]
+            left -= len(block)
+        if left <= 0:
             return
 
 
-def split_images(source: InstanceSource, images: int) -> list[range]:
-    """Return the indices of the images of a source, in parts of `images` consecutive ones."""
+def split_images(source: InstanceSource) -> list[range]:
+    """Return the indices of the images of a source in parts, the units of work of a process."""
     indices = range(len(source))
-    return [indices[first : first + images] for first in indices[::images]]
+    return [indices[first : first + PART_IMAGES] for first in indices[::PART_IMAGES]]
 
 
 def probe_parts(

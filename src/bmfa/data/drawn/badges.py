@@ -318,18 +318,14 @@ def _knot_values(rng: UniformGenerator, cell: float) -> Array:
     return rng.array(count, count, low=-1.0).astype(np.float32)
 
 
-def _knot_positions(size: int, cell: float) -> Array:
-    """Return the position of each pixel of a line, in units of knots every `cell` units."""
-    return (np.arange(size) + 0.5) * (_SIDE / size / cell)
-
-
 def _noise(values: Array, size: int, cell: float) -> Array:
     """Return smooth noise (size, size) between knots every `cell` units."""
-    at = _knot_positions(size, cell)
+    at = (np.arange(size) + 0.5) * (_SIDE / size / cell)
     return painting.noise(values, at, at)
 
 
 def grain_weights(size: int) -> Array:
     """Return (size, knots) weights: the grain is `weights @ values @ weights.T` of its knots."""
     knots = np.eye(int(_SIDE / _GRAIN_CELL) + 2, dtype=np.float32)
-    return painting.interpolate(knots, _knot_positions(size, _GRAIN_CELL), 0)
+    at = (np.arange(size) + 0.5) * (_SIDE / size / _GRAIN_CELL)
+    return painting.interpolate(knots, at, 0)
