@@ -5,7 +5,7 @@ import math
 import os
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,16 +88,14 @@ class InstanceFiles(InstanceSource):
         self._rows, listed = [], content["images"]
         for image in listed:
             names, shape = _file_names(image), (image["height"], image["width"])
-            annotated = of_image.pop(image["id"], [])
-            entry = self.images.find(names)
+            annotated, entry = of_image.pop(image["id"], []), self.images.find(names)
             self._rows.append(_AnnotatedImage(image["id"], names[0], shape, entry, annotated))
         if not any(row.entry for row in self._rows):
-            sought = "; ".join(" or ".join(_file_names(image)) for image in listed[:2])
-            found = ", ".join(self.images.entries[:3])
+            sought = " or ".join(_file_names(listed[0])) if listed else "nothing"
             raise ImageError(
                 f"{self.images.path} holds none of the {len(listed)} images of {self.annotations}: "
-                f"looked for {sought or 'nothing'}; found {len(self.images.entries)} images, such as "
-                f"{found or 'none'}; pass the folder or zip that holds them"
+                f"looked for {sought}; found {len(self.images.entries)} images, such as "
+                f"{', '.join(self.images.entries[:3])}; pass the folder or zip that holds them"
             )
         for identity, annotated in of_image.items():
             name = f"image {identity}, not among images"
@@ -174,11 +172,6 @@ def read_annotations(path: Path) -> Any:
                         f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and of type "
                         f"{getattr(kind, '__name__', kind)} in a COCO or LVIS instances file"
                     )
-    for identity, count in Counter(image["id"] for image in content["images"]).items():
-        if count > 1:
-            raise AnnotationError(
-                f"{path}: several images have the id {identity}; give each image its own id"
-            )
     return content
 
 
@@ -205,11 +198,10 @@ def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]
     Raises:
         MaskError: the segmentation is malformed, empty or outside the image.
     """
-    polygons = isinstance(segmentation, list)
-    read = _fill_polygons if polygons else _expand_runs
-    mask = read(segmentation, height, width)
+    is_polygons = isinstance(segmentation, list)
+    mask = (_fill_polygons if is_polygons else _expand_runs)(segmentation, height, width)
     if not mask.any():
-        raise MaskError(DEGENERATE if polygons else EMPTY)
+        raise MaskError(DEGENERATE if is_polygons else EMPTY)
     return mask
 
 

@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -92,20 +93,20 @@ class ImageFiles:
         Raises:
             ImageError: the names match several entries and no one alone.
         """
-        matching = [self._matching(name) for name in names]
-        found = next((entries[0] for entries in matching if len(entries) == 1), None)
-        ambiguous = next(filter(None, matching), [])
-        if found is None and ambiguous:
+        several: list[str] = []
+        for name in names:
+            same_base = self._by_base_name[PurePosixPath(name).name]
+            same_end = [entry for entry in same_base if entry.endswith("/" + name)]
+            matching = [name] if name in same_base else same_end or same_base
+            if len(matching) == 1:
+                return matching[0]
+            several = several or matching
+        if several:
             raise ImageError(
-                f"{names[0]} matches {len(ambiguous)} images in {self.path}: "
-                f"{', '.join(ambiguous[:3])}; pass the folder that holds the right one"
+                f"{names[0]} matches {len(several)} images in {self.path}: "
+                f"{', '.join(several[:3])}; pass the folder that holds the right one"
             )
-        return found
-
-    def _matching(self, name: str) -> list[str]:
-        same_base = self._by_base_name[PurePosixPath(name).name]
-        same_end = [entry for entry in same_base if entry.endswith("/" + name)]
-        return [name] if name in same_base else same_end or same_base
+        return None
 
     def read(self, entry: str, *, upright: bool = True) -> NDArray[np.uint8]:
         """Read one image.
@@ -142,15 +143,12 @@ class ImageFiles:
         file = self.path / entry
         folders = (self.path, file.parent, Path(os.path.realpath(file)).parent)
         for path in folders if self.is_folder else (self.path,):
-            try:
-                reason = "is empty now"
+            with suppress(OSError):
                 if path.is_file() or any(path.iterdir()):
                     continue
-            except OSError as error:
-                reason = f"cannot be opened any more ({error.strerror})"
             raise ImagesLostError(
-                f"{path} {reason}, so {entry} cannot be read; bring the images back and run the same "
-                "command again"
+                f"{path} is empty now or cannot be opened any more, so {entry} cannot be read; bring "
+                "the images back and run the same command again"
             )
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bmfa.checks import check_integer
+
 Array = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]
 
@@ -29,10 +31,8 @@ class UniformGenerator:
     """
 
     def __init__(self, *key: int) -> None:
-        if min(key) < 0:
-            raise ValueError(
-                f"the key of random numbers is {key}; pass a seed and an index of at least 0"
-            )
+        for part in key:
+            check_integer("the seed or the index", part, low=0)
         self._generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
     def number(self, low: float = 0.0, high: float = 1.0) -> float:
@@ -78,13 +78,10 @@ def interpolate(values: Array, position: Array, axis: int) -> Array:
     """Interpolate knots smoothly along one of two axes; positions are in units of knots."""
     # Not a matrix product, for which BLAS would start threads on every small image.
     before = position.astype(np.int64)
-    after = position - before
-    weight = (after * after * (3.0 - 2.0 * after)).astype(values.dtype)
+    weight = position - before
+    weight = (weight * weight * (3.0 - 2.0 * weight)).astype(values.dtype)
     low, high = values.take(before, axis), values.take(before + 1, axis)
-    high -= low
-    high *= weight if axis else weight[:, None]
-    high += low
-    return high
+    return low + (high - low) * (weight if axis else weight[:, None])
 
 
 def noise(values: Array, rows: Array, columns: Array) -> Array:
@@ -237,9 +234,8 @@ def colour(rng: UniformGenerator, luma: float, tint: float) -> Array:
 def luma_at(canvas: Array, centres: Array) -> Array:
     """Return the luma of a canvas (3, height, width) around points (count, 2), mean over 5x5 pixels."""
     height, width = canvas.shape[1:]
-    steps = np.arange(-2, 3)
-    columns = (centres[:, :1].astype(int) + steps).clip(0, width - 1)
-    rows = (centres[:, 1:].astype(int) + steps).clip(0, height - 1)
+    near = (centres.astype(int)[:, :, None] + np.arange(-2, 3)).transpose(1, 0, 2)  # (2, count, 5)
+    columns, rows = near[0].clip(0, width - 1), near[1].clip(0, height - 1)
     means: Array = canvas[:, rows[:, :, None], columns[:, None, :]].mean((2, 3))
     return LUMA @ means
 

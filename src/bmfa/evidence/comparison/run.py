@@ -214,7 +214,7 @@ class Comparison:
         model = self.subject.model.model
         with self._applied(method), observed_trees(model) as trees:
             model(self.matching)
-        return 100 * float(trees.columns()["leaf_ratio"].mean())
+        return 100 * float(trees()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
         with self._applied(method):
