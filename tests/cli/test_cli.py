@@ -257,8 +257,19 @@ def test_every_command_has_help_which_lists_its_methods(capsys, monkeypatch):
 
 
 def test_evaluate_fits_into_120_columns_and_wide_has_all(capsys):
-    words = ["evaluate", "--limit", "2", "--repeats", "1", "--method", "tome:8"]
-    words += ["--method", "optimal:0.002"]
+    words = [
+        "evaluate",
+        "--limit",
+        "2",
+        "--batch-size",
+        "2",
+        "--repeats",
+        "1",
+        "--method",
+        "tome:8",
+        "--method",
+        "optimal:0.01",
+    ]
     main(words)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= MAX_WIDTH

@@ -81,7 +81,8 @@ def interpolate(values: Array, position: Array, axis: int) -> Array:
     weight = position - before
     weight = (weight * weight * (3.0 - 2.0 * weight)).astype(values.dtype)
     low, high = values.take(before, axis), values.take(before + 1, axis)
-    return low + (high - low) * (weight if axis else weight[:, None])
+    between: Array = low + (high - low) * (weight if axis else weight[:, None])
+    return between
 
 
 def noise(values: Array, rows: Array, columns: Array) -> Array:

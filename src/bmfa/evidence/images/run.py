@@ -21,6 +21,7 @@ from bmfa.trees.tree import Tree
 
 DEFAULT_METHODS = ("optimal:0.002",)
 CLASS_TOKEN = "class"
+LAYERS = "last-4"  # screened for the predicted class
 IMAGE_BYTES = 40_000
 DIGITS = 7  # decimals of scores and attention in rows
 PROTOCOL = (
@@ -59,7 +60,7 @@ def run(
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     view: View | None = None,
-    layers: Layers = "last-4",
+    layers: Layers = LAYERS,
     image_bytes: int = IMAGE_BYTES,
     seed: int = 0,
     device: str = "cpu",
