@@ -283,26 +283,6 @@ def test_the_command_names_what_it_skipped(
     assert "bomb.png cannot be decoded" in refused(capsys, *arguments, "--strict")
 
 
-def test_the_command_refuses_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    data = str(folder(tmp_path))
-    for arguments, words in (
-        (["--data-dir", str(tmp_path / "empty")], ["no images in"]),
-        (["--data-dir", str(tmp_path / "none")], ["no folder or zip"]),
-        (["--method", "delta:1", "--limit", "1"], ["'delta:1'", "exact-gap", "free-energy"]),
-        (["--method", "tome:200", "--limit", "1"], ["200 tokens a block", "at most 128"]),
-        (["--method", "tome:fast"], ["'fast'"]),
-        (["--labels", "x.txt"], ["--labels needs --data-dir"]),
-        (["--data-dir", data, "--limit", "0"], ["limit is 0"]),
-        (["--limit", "0"], ["count is 0"]),
-        (["--workers", "-1", "--limit", "1"], ["workers is -1"]),
-    ):
-        error = refused(capsys, "evaluate", *arguments)
-        assert all(word in error for word in words), error
-
-
 def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     state, path = load_model("embedded").model.state_dict(), tmp_path / "other.pt"
 
