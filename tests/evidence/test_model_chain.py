@@ -41,13 +41,13 @@ def own_files(folder: Path) -> report.Own:
 
 def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> None:
     own = own_files(tmp_path)
-    records = dict(report.run_models(own, images=2, layer_images=1))
+    records = dict(report.run_models(own, images=4, layer_images=1))
     assert list(records) == [
         *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "images"),
         "evaluate",
         *("own-closed-loop", "own-closed-loop-layers", "own-evaluate"),
     ]
-    assert {row["images"] for row in records["closed-loop"].rows} == {2}
+    assert {row["images"] for row in records["closed-loop"].rows} == {4}
     assert {row["images"] for row in records["own-evaluate"].rows} == {2}
     assert records["closed-loop-layers"].settings["layers"] == ["last-2", "last-4", "all"]
     alone = {row["layers"] for row in records["closed-loop-single"].rows}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,7 +218,13 @@ def _classes_of_folders(
         index, source = {name: int(name) for name in names}, "folders by class index"
     elif len(names) == 1:
         return {}, "none", None
-    elif _check_unambiguous(files) and set(names) <= set(class_names):
+    elif other := next((e for e in folders if _kind(e) != _kind(files.entries[0])), None):
+        raise ImageError(
+            f"{files.path} has {files.entries[0]} and {other}, whose folders do not have one meaning; "
+            "pass one folder of class folders that are named all by class indices, all by WordNet ids "
+            "or all otherwise, or the class of every folder in a class map (--class-map FILE)"
+        )
+    elif set(names) <= set(class_names):
         index = {name: list(class_names).index(name) for name in names}
         source = "folders by the class names of the model"
     else:
@@ -235,22 +240,10 @@ def _classes_of_folders(
     return {entry: index[name] for entry, name in folders.items()}, source, warning
 
 
-def _check_unambiguous(files: ImageFiles) -> bool:
-    """Return True, or raise if the folders of two images cannot both be classes."""
-
-    def kind(entry: str) -> tuple[Any, ...]:
-        folder = PurePosixPath(entry).parent
-        return folder.parent, not folder.name, folder.name.isdecimal(), _is_label(folder.name)
-
-    first = files.entries[0]
-    other = next((entry for entry in files.entries if kind(entry) != kind(first)), None)
-    if other is not None:
-        raise ImageError(
-            f"{files.path} has {first} and {other}, whose folders do not have one meaning; pass one "
-            "folder of class folders that are named all by class indices, all by WordNet ids or all "
-            "otherwise, or the class of every folder in a class map (--class-map FILE)"
-        )
-    return True
+def _kind(entry: str) -> tuple[object, ...]:
+    """Return what the folders of all images must share if they are to be classes."""
+    folder = PurePosixPath(entry).parent
+    return folder.parent, not folder.name, folder.name.isdecimal(), _is_label(folder.name)
 
 
 def _read_class_map(files: ImageFiles, path: Path) -> _Labels:

@@ -117,12 +117,10 @@ class ProbeBlock:
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; pass one of {', '.join(MODES)}")
+        high, low = MINORITY_BASE + MINORITY_EDGE * self.edge, MAJORITY_EDGE * self.edge
         if mode == "mask-only":
-            grids = np.where(self.minority, MASK_ONLY_SCORE, 0.0)
-        else:
-            minority_scores = MINORITY_BASE + MINORITY_EDGE * self.edge
-            grids = np.where(self.minority, minority_scores, MAJORITY_EDGE * self.edge)
-        return grids.reshape(len(self), -1)
+            high, low = np.full_like(high, MASK_ONLY_SCORE), np.zeros_like(low)
+        return np.where(self.minority, high, low).reshape(len(self), -1)
 
 
 Progress = Callable[[int, int], None]  # images done, of how many
@@ -232,14 +230,13 @@ def _compute_cells(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Box] | None:
     """Return gradient and minority of the cells and the crop; None without a contour in the crop."""
     image, size = load_package("PIL.Image"), (settings.image_size, settings.image_size)
-    box, filters = crop_box(instance.mask), image.Resampling
-    mask = image.fromarray(instance.mask.view(np.uint8)).crop(box).resize(size, filters.NEAREST)
+    box, resampling = crop_box(instance.mask), image.Resampling
+    mask = image.fromarray(instance.mask.view(np.uint8)).crop(box).resize(size, resampling.NEAREST)
     minority = _sum_cells(contour_band(np.array(mask, dtype=bool)), settings.grid) > 0
-    if not minority.any():
-        return None
     # With `box=` of resize the filter would read pixels outside the crop.
-    grey = instance.image.grey.crop(box).resize(size, filters.BILINEAR)
-    return _sum_cells(gradient_magnitude(np.asarray(grey)), settings.grid), minority, box
+    grey = np.asarray(instance.image.grey.crop(box).resize(size, resampling.BILINEAR))
+    gradient = _sum_cells(gradient_magnitude(grey), settings.grid)
+    return (gradient, minority, box) if minority.any() else None
 
 
 def crop_box(mask: NDArray[np.bool_]) -> Box:

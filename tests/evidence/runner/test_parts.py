@@ -59,7 +59,7 @@ def loop(model: LoadedModel, **options: Any) -> Record:
 def probe(**options: Any) -> Record:
     methods = ["gamma:0.005", "random-quadrants:0.5", "optimal-leaves-pooled:0.1"]
     given: dict[str, Any] = {"dataset": "embedded", "mode": "image-edge", "methods": methods}
-    return probes.run(EmbeddedScenes(images=60), **given | options)
+    return probes.run(EmbeddedScenes(images=24), **given | options)
 
 
 def saved_parts(file: Path) -> dict[int, Any]:
