@@ -209,7 +209,7 @@ def _classes_of_folders(
 ) -> _Labels:
     """Return the classes that the names of the folders mean to a model with `count` classes."""
     folders, warning = _folders(files), None
-    names = sorted(set(folders.values()))
+    names, first = sorted(set(folders.values())), files.entries[0]
     index, wordnet = _numbered(names), all(map(_WNID.fullmatch, names))
     # Sorted order for a model that was trained on these folders alone.
     if wordnet and (count != len(names) or count == _IMAGENET_CLASSES):
@@ -218,11 +218,11 @@ def _classes_of_folders(
         index, source = {name: int(name) for name in names}, "folders by class index"
     elif len(names) == 1:
         return {}, "none", None
-    elif other := next((e for e in folders if _kind(e) != _kind(files.entries[0])), None):
+    elif not wordnet and (other := next((e for e in folders if _kind(e) != _kind(first)), None)):
         raise ImageError(
-            f"{files.path} has {files.entries[0]} and {other}, whose folders do not have one meaning; "
-            "pass one folder of class folders that are named all by class indices, all by WordNet ids "
-            "or all otherwise, or the class of every folder in a class map (--class-map FILE)"
+            f"{files.path} has {first} and {other}, whose folders do not have one meaning; pass one "
+            "folder of class folders that are named all by class indices, all by WordNet ids or all "
+            "otherwise, or the class of every folder in a class map (--class-map FILE)"
         )
     elif set(names) <= set(class_names):
         index = {name: list(class_names).index(name) for name in names}

@@ -152,5 +152,6 @@ def _summary(method: str, found: Estimate, pyramid: ScorePyramid) -> Estimate:
 def _concatenate(estimates: list[Estimate]) -> Estimate:
     if len(estimates) == 1:
         return estimates[0]
-    columns = zip(*((one.gap, one.leaf_percent, one.root_split) for one in estimates), strict=True)
-    return Estimate(*map(torch.cat, columns))
+    parts = ((one.gap, one.leaf_percent, one.root_split) for one in estimates)
+    gap, leaf_percent, root_split = map(torch.cat, zip(*parts, strict=True))
+    return Estimate(gap, leaf_percent, root_split)
