@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer, check_number
 from bmfa.data.drawn.badges import GRAIN, draw_badge_batch, draw_badge_parts, grain_weights
-from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.painting import UniformGenerator
 from bmfa.evidence.metrics import mask_iou
 from bmfa.files import write_atomic
 from bmfa.models.embedded.model import (

@@ -45,15 +45,17 @@ def test_the_names_of_folders_are_classes(tmp_path: Path) -> None:
 
 def test_names_with_two_meanings_are_refused(tmp_path: Path) -> None:
     cases = [
-        (("7/a.png", "cat/b.png"), "folder '7', which is a class index .* the folder 'cat'"),
-        (("n01440764/a.png", "cat/b.png"), "folder 'n01440764', which .* the folder 'cat'"),
-        (("7/a.png", "b.png"), "folder '7', .* images of its own"),
-        (("cat/a.png", "dog/b.png", "c.png"), "images beside its class folders"),
-        (("train/cat/a.png", "val/cat/b.png", "val/dog/c.png"), "several folders, train and val"),
-        (("cat/a.png", "dog/puppy/b.png"), r"several folders, \. and dog"),
+        ("7/a.png", "cat/b.png"),
+        ("n01440764/a.png", "7/b.png"),
+        ("cat/b.png", "n01440764/a.png"),
+        ("7/a.png", "b.png"),
+        ("c.png", "cat/a.png", "dog/b.png"),
+        ("train/cat/a.png", "val/dog/c.png", "val/cat/b.png"),
+        ("cat/a.png", "dog/puppy/b.png"),
     ]
-    for number, (names, message) in enumerate(cases):
-        with pytest.raises(ImageError, match=message) as caught:
+    for number, names in enumerate(cases):
+        first, second = sorted(names)[:2]
+        with pytest.raises(ImageError, match=f"has {first} and {second}, .*--class-map") as caught:
             LabelledImages(tree(tmp_path / str(number), *names))
         assert "\n" not in str(caught.value)
 

@@ -17,9 +17,17 @@ from bmfa.data import (
     draw_object,
     draw_scene,
 )
-from bmfa.data.drawn.badges import GRAIN, SHAPES, TEXTURES, TICK_COUNTS, _Badge, draw_badge_parts
+from bmfa.data.drawn.badges import (
+    _CLASSES,
+    GRAIN,
+    SHAPES,
+    TEXTURES,
+    TICK_COUNTS,
+    _Badge,
+    draw_badge_parts,
+)
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
-from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.painting import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
 
 
@@ -41,24 +49,24 @@ def drawn(instances: Iterable[Instance]) -> str:
 
 def test_every_pixel_and_mask_is_that_of_the_records() -> None:
     found = {
-        "badges": badges(0, range(240), 128),
-        "larger badges": badges(7, range(24), 224),
-        "large badges": badges(3, range(12345, 12349), 512),
+        "badges": badges(0, range(72), 128),
+        "larger badges": badges(7, range(12), 224),
+        "large badges": badges(3, range(12345, 12347), 512),
         "badge without grain": checksum([draw_badge(0, 5, 64, grain=0.0).pixels]),
-        "scenes": drawn(EmbeddedScenes().instances()),
+        "scenes": drawn(EmbeddedScenes(40).instances()),
         "other scenes": drawn(EmbeddedScenes(20, 5).instances()),
-        "objects": drawn(EmbeddedObjects().instances()),
+        "objects": drawn(EmbeddedObjects(8).instances()),
         "other objects": drawn(EmbeddedObjects(4, 1).instances()),
         "kites and flyers": drawn(one for index in range(6) for one in draw_kite_flyer(0, index)),
     }
     assert found == {
-        "badges": "dc85cd076b5bed6f",
-        "larger badges": "dbdb65a1a67d9346",
-        "large badges": "b0758047c48e57c5",
+        "badges": "fd6ebad1f96e5433",
+        "larger badges": "f3461e6e437f51fd",
+        "large badges": "02857f5796c9c861",
         "badge without grain": "5cdf60406775d18d",
-        "scenes": "1c6b9db587b5349d",
+        "scenes": "1c207af146a271f0",
         "other scenes": "64702db24a10d347",
-        "objects": "e7f3ace10bb8eeea",
+        "objects": "549c04bc64d62ad2",
         "other objects": "67893a6720d4ef8f",
         "kites and flyers": "bf25f9f1faa35c25",
     }
@@ -93,7 +101,7 @@ def test_no_tick_is_under_the_bar() -> None:
     covered = 0
     for index in range(240):
         rng = UniformGenerator(0, index)
-        badge = _Badge.from_class(rng, index % len(BADGE_CLASSES))
+        badge = _Badge(rng, *_CLASSES[index % len(_CLASSES)], rng.number(14.0, 22.0))
         bar = badge.bar(rng)
         turns = badge.choose_slots(rng, bar)
         assert len(set(turns)) == badge.ticks == TICK_COUNTS[index % len(TICK_COUNTS)]

@@ -138,7 +138,7 @@ def test_files_that_are_not_images_are_named_with_a_way_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     heic = b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00"
-    message = "cannot be decoded: it is not JPEG, PNG, WEBP or BMP"
+    message = "cannot be decoded: it is of another format, or damaged; pass JPEG, PNG, WEBP or BMP"
     for data in (gif(1), gif(3), encoded(sample(), "TIFF"), heic, b"%PDF-1.7\n", b"name\n", b""):
         with pytest.raises(ImageError, match=f"^a.jpg {message}"):
             images.decode_image(data, "a.jpg")
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_is_one_clear_line(
         ("a.jpg", b"", undecodable),
         ("a.jpg", b"no image", undecodable),
         ("a.jpg", cut, undecodable),
-        ("deep.png", encoded(deep), r"16.*convert it to 8 bits"),
+        ("deep.png", encoded(deep), "16.*convert it to 8 bits"),
         ("bomb.png", encoded(np.zeros((40, 40), np.uint8)), "decompression bomb"),
         ("bomb.png", encoded(np.zeros((99, 99), np.uint8)), "decompression bomb"),
     ):
@@ -175,10 +175,6 @@ def test_what_cannot_be_read_is_one_clear_line(
     ):
         with pytest.raises(ImageError, match=message):
             call()
-    monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
-    for source in stores(tmp_path, {"large.png": bytes(2000)}):
-        with pytest.raises(ImageError, match="unpacks to 2,000 bytes, the limit is 1,000"):
-            source.read("large.png")
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     message = r"pillow is not installed; run: pip install 'bmfa\[data\]'"
     with pytest.raises(ModuleNotFoundError, match=message):

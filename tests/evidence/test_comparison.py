@@ -20,7 +20,7 @@ from bmfa.models.embedded import preprocess
 def test_rows_are_matched_complete_and_those_of_the_patched_model():
     options = {"rules": ["fixed-blocks", "gamma", "optimal"], "leaves": [25.0]}
     options |= {"policies": ["free-energy", "random-pool"], "baselines": ["tome:24"]}
-    record = comparison.run(load_model("embedded"), **options, images=6, batch_size=4)
+    record = comparison.run(load_model("embedded"), **options, images=6)
     full, fixed, gamma, optimal, tome, energy, random = record.rows
     assert record.settings["images"] == 6
     assert (full["method"], full["agreement_percent"], full["output_kl"]) == ("full", 100.0, 0.0)
@@ -65,8 +65,8 @@ def test_refusals():
 
 def test_a_value_is_found_for_rising_and_falling_measures_and_nearest_to_a_step():
     for target in (0.02, 3.0, 700.0):
-        rising = match_value(1.0, target, lambda value: value**2, 0.01 * target)
-        falling = match_value(1.0, target, lambda value: 1 / value, 0.01 * target)
+        rising = match_value(lambda value: value**2, 1.0, target, 0.01 * target)
+        falling = match_value(lambda value: 1 / value, 1.0, target, 0.01 * target)
         assert rising**2 == pytest.approx(target, rel=0.01)
         assert 1 / falling == pytest.approx(target, rel=0.01)
     seen = []
@@ -75,10 +75,10 @@ def test_a_value_is_found_for_rising_and_falling_measures_and_nearest_to_a_step(
         seen.append(value)
         return 0.0 if value < 0.3 else 1.0
 
-    assert step(match_value(0.9, 0.6, step, 0.01, limits=(0.1, 1.0))) == 1.0
+    assert step(match_value(step, 0.9, 0.6, 0.01, limits=(0.1, 1.0))) == 1.0
     assert len(seen) < 30
     assert 0.1 <= min(seen) <= max(seen) <= 1.0
-    assert match_value(0.9, 5.0, lambda value: value, 0.01, limits=(0.5, 1.0)) == 1.0
+    assert match_value(lambda value: value, 0.9, 5.0, 0.01, limits=(0.5, 1.0)) == 1.0
 
 
 def test_the_chapters_and_their_verdicts_follow_the_numbers():

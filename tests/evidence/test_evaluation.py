@@ -126,7 +126,7 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     with torch.inference_mode(), optimal, observed_trees(model.model) as trees:
         model.logits(pixels)
     # The leaves of all trees.
-    kept = round(256 * float(trees.columns()["leaf_ratio"].sum()) * 4 * 3 * 257)
+    kept = round(256 * float(trees()["leaf_ratio"].sum()) * 4 * 3 * 257)
     left = whole - 2 * 32 * (4 * 3 * 257 * 256 - kept)
     assert costs["optimal:0.002"]["gflops"] == left / 1e9
     fewer = [257 - 8 * block for block in range(9)]
@@ -206,7 +206,7 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
 def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
     images = EmbeddedImages(4)
     single = evaluation.run(model, images, ["tome:8"], repeats=0).rows
-    half = evaluation.run(model, images, ["tome:8"], repeats=0, dtype="float16").rows
+    half = evaluation.run(model, images, ["tome:8"], repeats=0, dtype="bfloat16").rows
     mixed = evaluation.run(model, images, ["tome:8"], repeats=0, amp=True).rows
     assert next(model.model.parameters()).dtype == torch.float32
     for mine, other, third in zip(single, half, mixed, strict=True):
@@ -280,27 +280,7 @@ def test_the_command_names_what_it_skipped(
     assert json.loads(printed.out)["rows"] == record["rows"] and "torn.png" in printed.err
     main([*arguments, "--quiet"])
     assert capsys.readouterr() == ("", "")
-    assert "bomb.png is refused" in refused(capsys, *arguments, "--strict")
-
-
-def test_the_command_refuses_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    data = str(folder(tmp_path))
-    for arguments, words in (
-        (["--data-dir", str(tmp_path / "empty")], ["no images in"]),
-        (["--data-dir", str(tmp_path / "none")], ["no folder or zip"]),
-        (["--method", "delta:1", "--limit", "1"], ["'delta:1'", "exact-gap", "free-energy"]),
-        (["--method", "tome:200", "--limit", "1"], ["200 tokens a block", "at most 128"]),
-        (["--method", "tome:fast"], ["'fast'"]),
-        (["--labels", "x.txt"], ["--labels needs --data-dir"]),
-        (["--data-dir", data, "--limit", "0"], ["limit is 0"]),
-        (["--limit", "0"], ["count is 0"]),
-        (["--workers", "-1", "--limit", "1"], ["workers is -1"]),
-    ):
-        error = refused(capsys, "evaluate", *arguments)
-        assert all(word in error for word in words), error
+    assert "bomb.png cannot be decoded" in refused(capsys, *arguments, "--strict")
 
 
 def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -125,21 +125,6 @@ def test_the_image_shown_is_what_the_model_sees(model: LoadedModel) -> None:
     assert np.abs(seen - shown().pixels).mean() < 8
 
 
-def test_a_view_outside_the_model_is_refused(model: LoadedModel) -> None:
-    for view, words in (
-        ({"layer": 8}, "layer is 8; the model has layers 0 to 7"),
-        ({"layer": -1}, "layer is -1"),
-        ({"head": 3}, "head is 3; layer 7 has heads 0 to 2"),
-        ({"head": -1}, "head is -1"),
-        ({"query": "16,0"}, "query 16,0 is outside the 16x16 grid"),
-        ({"query": "cls"}, "query is 'cls'; pass class, or ROW,COLUMN"),
-        ({"query": "1,2,3"}, "ROW,COLUMN"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            image.run(model, [shown()], view=image.View(**view))
-        assert not screened_layers(model.model)
-
-
 def test_the_command_draws_a_figure_and_writes_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +166,10 @@ def test_bad_input_is_one_line_and_status_2(
         ("torn.png", "torn.png cannot be decoded"),
         ("embedded:x", "e.g. embedded:3"),
         ("embedded:1 --query 20,1", "outside the 16x16 grid"),
+        ("embedded:1 --query cls", "query is 'cls'; pass class, or ROW,COLUMN"),
+        ("embedded:1 --query 1,2,3", "ROW,COLUMN"),
+        ("embedded:1 --layer -1", "layer is -1"),
+        ("embedded:1 --head -1", "head is -1"),
         ("embedded:1 --layer 99", "layers 0 to 7"),
         ("embedded:1 --head 99", "heads 0 to 2"),
         ("embedded:1 --layers last-99", "last-99"),
@@ -197,7 +186,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_the_four_cases_are_different_images_of_the_kinds_they_name(model: LoadedModel) -> None:
-    record = model_cases.run(model, count=12, batch_size=12)
+    record = model_cases.run(model, count=12)
     titles = list(dict.fromkeys(row["title"] for row in record.rows))
     kinds = [title.partition(":")[0] for title in titles]
     assert kinds == ["Small badge", "Centred badge", "Clutter", "Failure"]

@@ -41,7 +41,7 @@ def own_files(folder: Path) -> report.Own:
 
 def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> None:
     own = own_files(tmp_path)
-    records = dict(report.run_models(own, images=4, layer_images=2))
+    records = dict(report.run_models(own, images=4, layer_images=1))
     assert list(records) == [
         *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "images"),
         "evaluate",

@@ -246,8 +246,6 @@ def test_cases_are_the_four_objects_of_the_paper() -> None:
 def test_cases_of_photographs_are_recorded_without_them_and_need_one_of_the_categories() -> None:
     with pytest.raises(ValueError, match=r"none of the \d+ instances is a kite, a person"):
         cases.run(EmbeddedScenes(images=2), dataset="embedded")
-    with pytest.raises(ValueError, match="rule 'block-mean' is unknown"):
-        cases.run(EmbeddedObjects(), dataset="embedded", methods=("block-mean",))
     record = cases.run(coco_files(), dataset="coco", images=False)
     assert [row["instances"] for row in record.rows[::2]] == [3, 63, 26, 5]
     assert not any("image" in row for row in record.rows)

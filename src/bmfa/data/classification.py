@@ -6,7 +6,7 @@ they have a length, give an image by index, and pickle for worker processes.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -24,8 +24,9 @@ _WNID = re.compile(r"n\d{8}")  # WordNet id, such as n01440764
 _IMAGENET_CLASSES = 1000
 _MAX_SHOWN = 5  # names of classes that a message lists
 
-# The class of every folder by its name (empty if unknown), how they were found, and a warning.
-_Classes = tuple[Mapping[str, int], str, str | None]
+PathLike = str | os.PathLike[str]
+# The class of every image (empty if unknown), how they were found, and a warning.
+_Labels = tuple[dict[str, int], str, str | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +91,10 @@ class LabelledImages:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        labels: str | os.PathLike[str] | None = None,
+        path: PathLike,
+        labels: PathLike | None = None,
         *,
-        class_map: str | os.PathLike[str] | None = None,
+        class_map: PathLike | None = None,
         classes: Sequence[str] | int | None = None,
         limit: int | None = None,
         strict: bool = False,
@@ -104,25 +105,16 @@ class LabelledImages:
         if limit is not None:
             check_integer("limit", limit, low=1)
         if labels is not None and class_map is not None:
-            raise ImageError(
-                "a label file and a class map are given; pass one of them, because either decides the "
-                "class of every image"
-            )
+            raise ImageError("a label file and a class map are given; pass one of them")
         class_names = () if classes is None or isinstance(classes, int) else classes
         count = classes if isinstance(classes, int) else len(class_names) or None
-        self.label_source = "label file"
-        self.label_warning: str | None = None
         if labels is not None:
-            self._labels = _read_labels(self.files, Path(labels))
+            found = _read_labels(self.files, Path(labels))
+        elif class_map is not None:
+            found = _read_class_map(self.files, Path(class_map))
         else:
-            folders = {entry: PurePosixPath(entry).parent.name for entry in self.files.entries}
-            names = sorted(set(folders.values()))
-            if class_map is not None:
-                found = _read_class_map(Path(class_map), names)
-            else:
-                found = _classes_of_folders(self.files, names, class_names, count)
-            index, self.label_source, self.label_warning = found
-            self._labels = {entry: index[name] for entry, name in folders.items() if index}
+            found = _classes_of_folders(self.files, class_names, count)
+        self._labels, self.label_source, self.label_warning = found
         for entry, label in self._labels.items():
             if count is not None and label >= count:
                 raise ImageError(
@@ -200,76 +192,77 @@ def imagenet_names() -> tuple[str, ...]:
 @cache
 def _imagenet_wnids() -> dict[str, int]:
     """Return the class index of every WordNet id of ImageNet-1K."""
-    names = load_package("timm.data").ImageNetInfo().label_names()
-    return {wnid: number for number, wnid in enumerate(names)}
+    return _numbered(load_package("timm.data").ImageNetInfo().label_names())
+
+
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names)}
+
+
+def _folders(files: ImageFiles) -> dict[str, str]:
+    """Return the name of the folder of every image."""
+    return {entry: PurePosixPath(entry).parent.name for entry in files.entries}
 
 
 def _classes_of_folders(
-    files: ImageFiles, names: Sequence[str], class_names: Sequence[str], count: int | None
-) -> _Classes:
+    files: ImageFiles, class_names: Sequence[str], count: int | None
+) -> _Labels:
     """Return the classes that the names of the folders mean to a model with `count` classes."""
-    wordnet = all(map(_WNID.fullmatch, names))
+    folders, warning = _folders(files), None
+    names, first = sorted(set(folders.values())), files.entries[0]
+    index, wordnet = _numbered(names), all(map(_WNID.fullmatch, names))
     # Sorted order for a model that was trained on these folders alone.
     if wordnet and (count != len(names) or count == _IMAGENET_CLASSES):
-        return {name: _class_index(name) for name in names}, "folders by WordNet id", None
-    if all(name.isdecimal() for name in names):
-        return {name: int(name) for name in names}, "folders by class index", None
-    if len(names) == 1:
+        index, source = {name: _class_index(name) for name in names}, "folders by WordNet id"
+    elif all(map(str.isdecimal, names)):
+        index, source = {name: int(name) for name in names}, "folders by class index"
+    elif len(names) == 1:
         return {}, "none", None
-    if not wordnet:
-        _check_unambiguous(files, names)
-    if set(names) <= set(class_names):
-        by_name = {name: list(class_names).index(name) for name in names}
-        return by_name, "folders by the class names of the model", None
-    shown = [f"{name} {number}" for number, name in enumerate(names)]
-    if len(shown) > _MAX_SHOWN:
-        shown = [*shown[: _MAX_SHOWN - 1], "...", shown[-1]]
-    warning = (
-        f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of the "
-        f"model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
-    )
-    index = {name: number for number, name in enumerate(names)}
-    fewer = count is not None and len(names) < count
-    return index, f"folders in sorted order: {', '.join(shown)}", warning if fewer else None
-
-
-def _check_unambiguous(files: ImageFiles, names: Sequence[str]) -> None:
-    """Raise if ordinary names of folders can be understood in more than one way."""
-    label = next((name for name in names if _is_label(name)), None)
-    above = {PurePosixPath(entry).parent.parent for entry in files.entries}
-    if label is not None:
-        other = next(name for name in names if not _is_label(name))
-        fault = f"a folder {label!r}, which is a class index or a WordNet id, beside "
-        fault += f"the folder {other!r}" if other else "images of its own"
-    elif "" in names:
-        fault = "images beside its class folders"
-    elif len(above) > 1:
-        fault = f"class folders in several folders, {' and '.join(map(str, sorted(above)[:2]))}"
+    elif not wordnet and (other := next((e for e in folders if _kind(e) != _kind(first)), None)):
+        raise ImageError(
+            f"{files.path} has {first} and {other}, whose folders do not have one meaning; pass one "
+            "folder of class folders that are named all by class indices, all by WordNet ids or all "
+            "otherwise, or the class of every folder in a class map (--class-map FILE)"
+        )
+    elif set(names) <= set(class_names):
+        index = {name: list(class_names).index(name) for name in names}
+        source = "folders by the class names of the model"
     else:
-        return
-    raise ImageError(
-        f"{files.path} has {fault}; pass the one folder whose folders are the classes, or the class "
-        "of every folder in a class map (--class-map FILE)"
-    )
+        shown = [f"{name} {number}" for name, number in index.items()]
+        if len(shown) > _MAX_SHOWN:
+            shown[_MAX_SHOWN - 1 : -1] = ["..."]
+        source = f"folders in sorted order: {', '.join(shown)}"
+        if count is not None and len(names) < count:
+            warning = (
+                f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of "
+                f"the model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
+            )
+    return {entry: index[name] for entry, name in folders.items()}, source, warning
 
 
-def _read_class_map(path: Path, folders: Sequence[str]) -> _Classes:
-    """Return the class of every name: lines with names in order, or lines `NAME INDEX`."""
-    lines = _read_lines(path, "class map")
+def _kind(entry: str) -> tuple[object, ...]:
+    """Return what the folders of all images must share if they are to be classes."""
+    folder = PurePosixPath(entry).parent
+    return folder.parent, not folder.name, folder.name.isdecimal(), _is_label(folder.name)
+
+
+def _read_class_map(files: ImageFiles, path: Path) -> _Labels:
+    """Return the class of every folder: lines with names in order, or lines `NAME INDEX`."""
+    lines, folders = _read_lines(path, "class map"), _folders(files)
     pairs = [re.fullmatch(r"(.+?)(?:\s*,\s*|\s+)(\d+)", line) for line in lines]
+    index = {pair[1]: int(pair[2]) for pair in pairs if pair}
     # A name may end with a number: the lines are names if they are those of the folders.
-    if set(folders) <= set(lines) or not all(pairs):
-        index = {line: number for number, line in enumerate(lines)}
-    else:
-        index = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    missing = next((name for name in folders if name not in index), None)
-    if missing is not None or len(index) < len(lines):
-        fault = "names a folder twice" if missing is None else f"has no class for {missing!r}"
+    if set(folders.values()) <= set(lines) or not all(pairs):
+        index = _numbered(lines)
+    missing = sorted(set(folders.values()) - index.keys())
+    if missing or len(index) < len(lines):
+        fault = f"has no class for {missing[0]!r}" if missing else "names a folder twice"
         raise ImageError(
             f"class map {path} {fault}; write each folder name once, in the order of the model's "
             "outputs or with its index"
         )
-    return index, f"class map {path.name}", None
+    labels = {entry: index[name] for entry, name in folders.items()}
+    return labels, f"class map {path.name}", None
 
 
 def _read_lines(path: Path, what: str) -> list[str]:
@@ -280,30 +273,29 @@ def _read_lines(path: Path, what: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _read_labels(files: ImageFiles, path: Path) -> dict[str, int]:
-    """Return labels by entry, from lines `NAME LABEL` or `NAME,LABEL`; further columns are ignored."""
-    rows = [re.split(r"[\s,]+", line)[:2] for line in _read_lines(path, "label file")]
-    if rows and len(rows[0]) == 2 and not _is_label(rows[0][1]):
-        rows = rows[1:]  # a header
-    bad = next((row for row in rows if len(row) < 2 or not _is_label(row[1])), None)
-    if bad is not None:
-        raise ImageError(
-            f"label file {path} has a line {' '.join(bad)!r}; "
-            "write NAME LABEL, the label a class index or a WordNet id"
-        )
-    by_name = {name: _class_index(label) for name, label in rows}
+def _read_labels(files: ImageFiles, path: Path) -> _Labels:
+    """Return labels from lines `NAME LABEL` or `NAME,LABEL`; further columns are ignored."""
+    by_name: dict[str, int] = {}
+    for number, line in enumerate(_read_lines(path, "label file")):
+        name, label, *_ = [*re.split(r"[\s,]+", line), ""]
+        if _is_label(label):
+            by_name[name] = _class_index(label)
+        elif number or not label:  # not a header
+            raise ImageError(
+                f"label file {path} has a line {line!r}; "
+                "write NAME LABEL, the label a class index or a WordNet id"
+            )
     found = {}
     for entry in files.entries:
-        file = PurePosixPath(entry)
-        name = next((name for name in (entry, file.name, file.stem) if name in by_name), None)
-        if name is not None:
+        names = (entry, PurePosixPath(entry).name, PurePosixPath(entry).stem)
+        if (name := next(filter(by_name.__contains__, names), None)) is not None:
             found[entry] = by_name[name]
     if not found:
         raise ImageError(
             f"label file {path} names none of the {len(files.entries)} images in {files.path}, "
             f"e.g. {files.entries[0]}"
         )
-    return found
+    return found, "label file", None
 
 
 def _is_label(text: str) -> bool:
@@ -312,12 +304,9 @@ def _is_label(text: str) -> bool:
 
 def _class_index(label: str) -> int:
     """Return the class that a class index or a WordNet id means."""
-    if label.isdecimal():
-        return int(label)
-    wnids = _imagenet_wnids()
-    if label not in wnids:
+    if not label.isdecimal() and label not in _imagenet_wnids():
         raise ImageError(
-            f"{label} is none of the {len(wnids)} classes of ImageNet-1K; pass the class of every "
-            "folder in a class map (--class-map FILE)"
+            f"{label} is not a class of ImageNet-1K; pass the class of every folder in a class map "
+            "(--class-map FILE)"
         )
-    return wnids[label]
+    return int(label) if label.isdecimal() else _imagenet_wnids()[label]

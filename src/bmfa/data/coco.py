@@ -3,9 +3,10 @@
 import json
 import math
 import os
+import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -33,37 +34,22 @@ EMPTY = "empty mask"
 # for every fifth of a pixel along an edge.
 _MAX_SIDES = 16
 
-# What a field of an annotation file may be, in words and as a predicate of its value.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "an integer": lambda value: type(value) is int,
-    "an integer of at least 1": lambda value: type(value) is int and value >= 1,
-    "a string": lambda value: isinstance(value, str),
-    "a string or nothing": lambda value: value is None or isinstance(value, str),
-    "r, c, f or nothing": lambda value: value in (None, "r", "c", "f"),
-    "0, 1 or nothing": lambda value: value in (None, 0, 1),
-    "a number of at least 0 or nothing": lambda value: (
-        value is None or (_is_number(value) and value >= 0)
-    ),
-    "a list of polygons or an object of run lengths": lambda value: isinstance(value, (list, dict)),
-}
-_FIELDS = {
-    "categories": {"id": "an integer", "name": "a string", "frequency": "r, c, f or nothing"},
+# The type of a field of an annotation file.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "categories": {"id": int, "name": str, "frequency": str | None},
     "images": {
-        "id": "an integer",
-        "width": "an integer of at least 1",
-        "height": "an integer of at least 1",
-        "file_name": "a string or nothing",
-        "coco_url": "a string or nothing",
+        **dict.fromkeys(("id", "width", "height"), int),
+        **dict.fromkeys(("file_name", "coco_url"), str | None),
     },
     "annotations": {
-        "id": "an integer",
-        "category_id": "an integer",
-        "image_id": "an integer",
-        "segmentation": "a list of polygons or an object of run lengths",
-        "area": "a number of at least 0 or nothing",
-        "iscrowd": "0, 1 or nothing",
+        **dict.fromkeys(("id", "category_id", "image_id"), int),
+        **dict.fromkeys(("area", "iscrowd"), int | float | None),
+        "segmentation": list | dict,  # polygons or run lengths
     },
 }
+# Run lengths as text: characters with a continuation bit, and one without it, for each number.
+# pycocotools would read beyond the end of a text that breaks off inside of a number.
+_RUNS = re.compile(r"(?:[P-o]{0,6}[0-O])*")
 
 
 class MaskError(ValueError):
@@ -102,17 +88,14 @@ class InstanceFiles(InstanceSource):
         self._rows, listed = [], content["images"]
         for image in listed:
             names, shape = _file_names(image), (image["height"], image["width"])
-            annotated = of_image.pop(image["id"], [])
-            entry = self.images.find(names)
+            annotated, entry = of_image.pop(image["id"], []), self.images.find(names)
             self._rows.append(_AnnotatedImage(image["id"], names[0], shape, entry, annotated))
         if not any(row.entry for row in self._rows):
-            sought = "; ".join(" or ".join(_file_names(image)) for image in listed[:2])
-            entries = self.images.entries
-            shown = f", such as {', '.join(entries[:3])}" if entries else ""
+            sought = " or ".join(_file_names(listed[0])) if listed else "nothing"
             raise ImageError(
                 f"{self.images.path} holds none of the {len(listed)} images of {self.annotations}: "
-                f"looked for {sought or 'nothing, the file lists no image'}; found "
-                f"{len(entries)} images{shown}; pass the folder or zip that holds them"
+                f"looked for {sought}; found {len(self.images.entries)} images, such as "
+                f"{', '.join(self.images.entries[:3])}; pass the folder or zip that holds them"
             )
         for identity, annotated in of_image.items():
             name = f"image {identity}, not among images"
@@ -129,37 +112,32 @@ class InstanceFiles(InstanceSource):
         if image is None:
             return
         for annotation in row.annotations:
-            identity = annotation["id"]
+            identity, category = annotation["id"], self._categories.get(annotation["category_id"])
             try:
-                category = self._categories.get(annotation["category_id"])
                 if category is None:
                     raise MaskError(UNKNOWN_CATEGORY)
-                mask = decode_mask(annotation["segmentation"], *image.pixels.shape[:2])
+                mask = decode_mask(annotation["segmentation"], *row.shape)
             except MaskError as error:
                 tally.fault(str(error), f"annotation {identity} of {image.name}")
                 continue
             area, crowd = annotation.get("area"), bool(annotation.get("iscrowd"))
-            area = float(mask.sum() if area is None else area)
-            frequency = category.get("frequency")
+            area, frequency = float(mask.sum() if area is None else area), category.get("frequency")
             yield Instance(image, identity, category["name"], frequency, area, crowd, mask)
 
     def _read_image(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
-        instances = len(row.annotations)
-        if row.entry is None:
-            tally.fault(MISSING_IMAGE, row.name, instances)
-            return None
-        try:
-            pixels = self.images.read(row.entry)
-            if pixels.shape[:2] != row.shape:
-                # The annotations may ignore the EXIF orientation.
-                pixels = self.images.read(row.entry, upright=False)
-        except ImageError as error:
-            tally.fault(UNREADABLE_IMAGE, str(error), instances)
-            return None
-        if pixels.shape[:2] != row.shape:
-            tally.fault(OTHER_SIZE, row.entry, instances)
-            return None
-        return InstanceImage(row.id, row.entry, pixels)
+        fault, name = MISSING_IMAGE, row.name
+        if row.entry is not None:
+            fault, name = OTHER_SIZE, row.entry
+            try:
+                # Second as it is stored: the annotations may ignore the EXIF orientation.
+                for upright in (True, False):
+                    pixels = self.images.read(row.entry, upright=upright)
+                    if pixels.shape[:2] == row.shape:
+                        return InstanceImage(row.id, row.entry, pixels)
+            except ImageError as error:
+                fault, name = UNREADABLE_IMAGE, str(error)
+        tally.fault(fault, name, len(row.annotations))
+        return None
 
 
 def read_annotations(path: Path) -> Any:
@@ -189,34 +167,21 @@ def read_annotations(path: Path) -> Any:
         for index, entry in enumerate(entries):
             for name, kind in fields.items():
                 value = entry.get(name) if isinstance(entry, dict) else None
-                if not _KINDS[kind](value):
+                if not isinstance(value, kind):
                     raise AnnotationError(
-                        f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO "
-                        f"or LVIS instances file has {kind} there"
+                        f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and of type "
+                        f"{getattr(kind, '__name__', kind)} in a COCO or LVIS instances file"
                     )
-    images = Counter(image["id"] for image in content["images"])
-    twice = next((identity for identity, count in images.items() if count > 1), None)
-    if twice is not None:
-        raise AnnotationError(
-            f"{path}: several images have the id {twice}; give each image its own id"
-        )
     return content
 
 
 def _file_names(image: dict[str, Any]) -> list[str]:
     """Return the possible names of the file of an image, best first."""
-    names = []
-    if image.get("file_name"):
-        names.append(image["file_name"].removeprefix("./"))
-    if image.get("coco_url"):
-        # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
-        names.append("/".join(urlsplit(image["coco_url"]).path.split("/")[-2:]))
     # LVIS v0.5 has the file names of COCO 2014; since 2017 a file is named by its id.
-    return list(dict.fromkeys([*names, f"{image['id']:012d}.jpg"]))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
+    names = [(image.get("file_name") or "").removeprefix("./"), f"{image['id']:012d}.jpg"]
+    # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
+    names.insert(1, "/".join(urlsplit(image.get("coco_url") or "").path.split("/")[-2:]))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
@@ -233,12 +198,10 @@ def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]
     Raises:
         MaskError: the segmentation is malformed, empty or outside the image.
     """
-    if isinstance(segmentation, list):
-        mask, empty = _fill_polygons(segmentation, height, width), DEGENERATE
-    else:
-        mask, empty = _expand_runs(segmentation, height, width), EMPTY
+    is_polygons = isinstance(segmentation, list)
+    mask = (_fill_polygons if is_polygons else _expand_runs)(segmentation, height, width)
     if not mask.any():
-        raise MaskError(empty)
+        raise MaskError(DEGENERATE if is_polygons else EMPTY)
     return mask
 
 
@@ -246,7 +209,7 @@ def _fill_polygons(polygons: list[Any], height: int, width: int) -> NDArray[np.b
     """Return the union of polygons; pycocotools would end the process at some that are refused here."""
     for polygon in polygons:
         even = isinstance(polygon, list) and len(polygon) % 2 == 0
-        if not even or not all(map(_is_number, polygon)):
+        if not even or not all(type(x) in (int, float) and abs(x) < math.inf for x in polygon):
             raise MaskError(MALFORMED_POLYGON)
     # Fewer than three points enclose nothing, and pycocotools reads four numbers as a box.
     polygons = [polygon for polygon in polygons if len(polygon) >= 6]
@@ -258,43 +221,27 @@ def _fill_polygons(polygons: list[Any], height: int, width: int) -> NDArray[np.b
     if apart or max(map(abs, x + y)) > _MAX_SIDES * max(height, width):
         raise MaskError(OUTSIDE)
     coco = load_package("pycocotools.mask")
-    with warnings.catch_warnings():
-        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mask = coco.decode(coco.merge(coco.frPyObjects(polygons, height, width)))
-    return np.asarray(mask).view(bool)
+    return _decode(coco.merge(coco.frPyObjects(polygons, height, width)))
 
 
 def _expand_runs(segmentation: dict[str, Any], height: int, width: int) -> NDArray[np.bool_]:
-    """Return the mask of run lengths that fill the image; pycocotools also accepts shorter ones."""
+    """Return the mask of run lengths; pycocotools ignores what a list lacks, and parts of numbers."""
     if segmentation.get("size") != [height, width]:
         raise MaskError(OUTSIDE)
-    counts = segmentation.get("counts")
-    lengths = counts if isinstance(counts, list) else _decompress(counts)
-    valid = all(type(length) is int and length >= 0 for length in lengths)
-    if not valid or sum(lengths) != height * width:
+    counts, as_list = segmentation.get("counts"), False
+    if isinstance(counts, list):
+        as_list = all(type(n) is int for n in counts) and sum(counts) == height * width
+    if not as_list and not (isinstance(counts, str) and _RUNS.fullmatch(counts)):
         raise MaskError(MALFORMED_RUNS)
-    inside = np.arange(len(lengths)) % 2 == 1
-    return np.repeat(inside, lengths).reshape(width, height).T
+    coco = load_package("pycocotools.mask")
+    try:
+        return _decode(coco.frPyObjects(segmentation, height, width) if as_list else segmentation)
+    except (ValueError, OverflowError):
+        raise MaskError(MALFORMED_RUNS) from None
 
 
-def _decompress(text: Any) -> list[int]:
-    """Return run lengths from COCO's string.
-
-    A character has 5 bits and a continuation bit; from the fourth run on, a number is the
-    difference to the run before the last.
-    """
-    if not isinstance(text, str) or not all("0" <= character < "p" for character in text):
-        raise MaskError(MALFORMED_RUNS)
-    lengths: list[int] = []
-    value = shift = 0
-    for code in (ord(character) - 48 for character in text):
-        value |= (code & 31) << shift
-        shift += 5
-        if not code & 32:
-            value -= (code & 16) << (shift - 4)
-            lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
-            value = shift = 0
-    if shift:
-        raise MaskError(MALFORMED_RUNS)
-    return lengths
+def _decode(runs: Any) -> NDArray[np.bool_]:
+    with warnings.catch_warnings():
+        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return np.asarray(load_package("pycocotools.mask").decode(runs)).view(bool)

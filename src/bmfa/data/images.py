@@ -2,11 +2,13 @@
 
 import io
 import os
+import re
 import warnings
 import zipfile
-import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,15 +17,14 @@ from numpy.typing import NDArray
 
 from bmfa.packages import load_package
 
-# Files that are listed as images. Those of the second line are refused with a reason when they
-# are read; if they were not listed, they would be missing without a message.
-SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp"),
-    *(".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2"),
+# Files that are listed as images, if no dot begins their names. Those of the second line are refused
+# with a reason when they are read; if they were not listed, they would be missing without a message.
+_IMAGE_NAME = re.compile(
+    r"(?:^|/)[^./][^/]*\.(?:jpe?g|png|webp|bmp"
+    r"|gif|tiff?|hei[cf]|avif|jp2)$",
+    re.IGNORECASE,
 )
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-_ACCEPTED = "JPEG, PNG, WEBP or BMP"
-MAX_FILE_BYTES = 256 * 2**20  # compressed, and unpacked from a zip
 
 
 class ImageError(ValueError):
@@ -67,13 +68,13 @@ class ImageFiles:
             raise ImageError(
                 f"{self.path} is neither a folder nor a readable zip: {error}"
             ) from error
-        return tuple(sorted(name for name in names if _is_image(name)))
+        return tuple(sorted(filter(_IMAGE_NAME.search, names)))
 
     @cached_property
     def _by_base_name(self) -> dict[str, list[str]]:
-        index: dict[str, list[str]] = {}
+        index: dict[str, list[str]] = defaultdict(list)
         for entry in self.entries:
-            index.setdefault(PurePosixPath(entry).name, []).append(entry)
+            index[PurePosixPath(entry).name].append(entry)
         return index
 
     def find(self, names: Sequence[str]) -> str | None:
@@ -92,23 +93,20 @@ class ImageFiles:
         Raises:
             ImageError: the names match several entries and no one alone.
         """
-        ambiguous: list[str] = []
+        several: list[str] = []
         for name in names:
-            matching = self._matching(name)
+            same_base = self._by_base_name[PurePosixPath(name).name]
+            same_end = [entry for entry in same_base if entry.endswith("/" + name)]
+            matching = [name] if name in same_base else same_end or same_base
             if len(matching) == 1:
                 return matching[0]
-            ambiguous = ambiguous or matching
-        if ambiguous:
+            several = several or matching
+        if several:
             raise ImageError(
-                f"{names[0]} matches {len(ambiguous)} images in {self.path}: "
-                f"{', '.join(ambiguous[:3])}; pass the folder that holds the right one"
+                f"{names[0]} matches {len(several)} images in {self.path}: "
+                f"{', '.join(several[:3])}; pass the folder that holds the right one"
             )
         return None
-
-    def _matching(self, name: str) -> list[str]:
-        same_base = self._by_base_name.get(PurePosixPath(name).name, [])
-        same_end = [entry for entry in same_base if entry.endswith("/" + name)]
-        return [name] if name in same_base else same_end or same_base
 
     def read(self, entry: str, *, upright: bool = True) -> NDArray[np.uint8]:
         """Read one image.
@@ -124,24 +122,12 @@ class ImageFiles:
             ImageError: the image cannot be read.
             ImagesLostError: the folder or zip has vanished since it was listed.
         """
-        return decode_image(self._read_bytes(entry), entry, upright=upright)
-
-    def _read_bytes(self, entry: str) -> bytes:
         try:
-            if self.is_folder:
-                file = self.path / entry
-                size, read = file.stat().st_size, file.read_bytes
-            else:
-                archive = self._zip()
-                size, read = archive.getinfo(entry).file_size, partial(archive.read, entry)
-            if size <= MAX_FILE_BYTES:
-                return read()
-        except (OSError, KeyError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            data = (self.path / entry).read_bytes() if self.is_folder else self._zip().read(entry)
+        except Exception as error:  # zipfile raises exceptions of many types on damaged data
             self._check_present(entry)
             raise ImageError(f"{entry} in {self.path} cannot be read: {error}") from error
-        raise ImageError(
-            f"{entry} is refused: it unpacks to {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
-        )
+        return decode_image(data, entry, upright=upright)
 
     def _zip(self) -> zipfile.ZipFile:
         """Return the open zip; after a fork it is opened again, as processes share file positions."""
@@ -157,15 +143,13 @@ class ImageFiles:
         file = self.path / entry
         folders = (self.path, file.parent, Path(os.path.realpath(file)).parent)
         for path in folders if self.is_folder else (self.path,):
-            try:
-                reason = None if path.is_file() or any(path.iterdir()) else "is empty now"
-            except OSError as error:
-                reason = f"cannot be opened any more ({error.strerror})"
-            if reason is not None:
-                raise ImagesLostError(
-                    f"{path} {reason}, so {entry} cannot be read; bring the images back and run "
-                    "the same command again"
-                )
+            with suppress(OSError):
+                if path.is_file() or any(path.iterdir()):
+                    continue
+            raise ImagesLostError(
+                f"{path} is empty now or cannot be opened any more, so {entry} cannot be read; bring "
+                "the images back and run the same command again"
+            )
 
 
 def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.uint8]:
@@ -188,21 +172,17 @@ def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             image = pillow.open(io.BytesIO(data), formats=_FORMATS)
             if image.mode.startswith("I"):
-                raise ValueError(f"it has Pillow mode {image.mode}; convert it to 8 bits a channel")
+                raise ValueError(f"its mode is {image.mode}; convert it to 8 bits a channel")
             image = turn_upright(image) if upright else image
             # Pillow would drop the transparency of a palette with a warning.
             image = image.convert("RGBA") if "transparency" in image.info else image
             return np.array(image.convert("RGB"))
-    except load_package("PIL").UnidentifiedImageError:
+    except Exception as error:  # decoders raise exceptions of any type on damaged data
+        unknown = isinstance(error, load_package("PIL").UnidentifiedImageError)
+        reason = "it is of another format, or damaged" if unknown else str(error).rstrip(".")
         raise ImageError(
-            f"{name} cannot be decoded: it is not {_ACCEPTED}, or damaged; convert it to one of them"
-        ) from None
-    except (pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
-        raise ImageError(f"{name} is refused: {str(error).rstrip('.')}; make it smaller") from error
-    except Exception as error:
-        # Decoders raise any exception on damaged data.
-        reason = str(error).replace("\n", " ")
-        raise ImageError(f"{name} cannot be decoded as {_ACCEPTED}: {reason}") from error
+            f"{name} cannot be decoded: {' '.join(reason.split())}; pass JPEG, PNG, WEBP or BMP"
+        ) from error
 
 
 def turn_upright(image: Any) -> Any:
@@ -213,19 +193,12 @@ def turn_upright(image: Any) -> Any:
         return image
 
 
-def _is_image(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-
-
 def _folder_names(folder: Path) -> Iterator[str]:
     visited: set[str] = set()
     for root, folders, files in os.walk(folder, followlinks=True):
         # Folders are often links, and a link may lead back to a parent.
-        real = os.path.realpath(root)
-        if real in visited:
+        if (real := os.path.realpath(root)) in visited:
             folders.clear()
-            continue
-        visited.add(real)
-        relative = Path(root).relative_to(folder)
-        yield from ((relative / file).as_posix() for file in files)
+        else:
+            visited.add(real)
+            yield from ((Path(root) / file).relative_to(folder).as_posix() for file in files)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,15 @@ class InstanceImage:
         """The image as an 8-bit greyscale Pillow image."""
         return load_package("PIL.Image").fromarray(self.pixels).convert("L")
 
+    def instances(
+        self, first: int, masks: Iterable[tuple[str, NDArray[np.bool_]]]
+    ) -> list["Instance"]:
+        """Return objects that were drawn, of categories and masks, numbered from `first` on."""
+        return [
+            Instance(self, identity, category, None, float(mask.sum()), False, mask)
+            for identity, (category, mask) in enumerate(masks, first)
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Instance:
@@ -61,13 +70,6 @@ class Instance:
     area: float
     crowd: bool
     mask: NDArray[np.bool_]
-
-    @classmethod
-    def from_mask(
-        cls, image: InstanceImage, annotation_id: int, category: str, mask: NDArray[np.bool_]
-    ) -> "Instance":
-        """Return an object that was drawn."""
-        return cls(image, annotation_id, category, None, float(mask.sum()), False, mask)
 
     @property
     def size(self) -> str:
@@ -97,31 +99,26 @@ class Tally:
             raise AnnotationError(
                 f"{name}: {reason}; correct it, or read without strict to skip it"
             )
-        self._count(self.faults, reason, [name], instances)
+        self.merge(Tally(faults=Counter({reason: instances}), names={reason: [name]}))
 
     def leave_out(self, reason: str, name: str) -> None:
         """Count an instance that the protocol excludes."""
-        self._count(self.left_out, reason, [name], 1)
+        self.merge(Tally(left_out=Counter({reason: 1}), names={reason: [name]}))
 
     def merge(self, other: "Tally") -> None:
         """Add the counts of another tally."""
-        for mine, theirs in ((self.faults, other.faults), (self.left_out, other.left_out)):
-            for reason, instances in theirs.items():
-                self._count(mine, reason, other.names[reason], instances)
+        self.faults += other.faults
+        self.left_out += other.left_out
+        for reason, names in other.names.items():
+            self.names[reason] = [*self.names.get(reason, []), *names][:_MAX_NAMES]
 
     def lines(self) -> list[str]:
         """Return a line for each reason: the number of instances, and the names of the first."""
         lines = []
         for reason, count in [*self.faults.items(), *self.left_out.items()]:
-            names = self.names[reason]
-            more = ", ..." if count > len(names) else ""
-            lines.append(f"{reason}: {count} ({', '.join(names)}{more})")
+            more = ["..."] if count > len(self.names[reason]) else []
+            lines.append(f"{reason}: {count} ({', '.join([*self.names[reason], *more])})")
         return lines
-
-    def _count(self, counts: Counter[str], reason: str, names: list[str], instances: int) -> None:
-        counts[reason] += instances
-        listed = self.names.setdefault(reason, [])
-        listed.extend(names[: _MAX_NAMES - len(listed)])
 
 
 class InstanceSource(Sized):

@@ -34,7 +34,7 @@ MINORITY_EDGE = 2.2  # its increase per unit of edge
 MAJORITY_EDGE = 0.35  # score of other cells per unit of edge
 MASK_ONLY_SCORE = 4.25  # score of minority cells in the mask-only mode; others have 0
 
-PART_IMAGES = 16  # images in a part, the unit of work of a process
+PART_IMAGES = 16
 
 
 def multiples(size: int, step: int) -> str:
@@ -117,12 +117,10 @@ class ProbeBlock:
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; pass one of {', '.join(MODES)}")
+        high, low = MINORITY_BASE + MINORITY_EDGE * self.edge, MAJORITY_EDGE * self.edge
         if mode == "mask-only":
-            grids = np.where(self.minority, MASK_ONLY_SCORE, 0.0)
-        else:
-            minority_scores = MINORITY_BASE + MINORITY_EDGE * self.edge
-            grids = np.where(self.minority, minority_scores, MAJORITY_EDGE * self.edge)
-        return grids.reshape(len(self), -1)
+            high, low = np.full_like(high, MASK_ONLY_SCORE), np.zeros_like(low)
+        return np.where(self.minority, high, low).reshape(len(self), -1)
 
 
 Progress = Callable[[int, int], None]  # images done, of how many
@@ -162,29 +160,24 @@ def probe_blocks(
         256
     """
     check_integer("workers", workers, low=1)
-    if limit is not None:
-        check_integer("limit", limit, low=1)
-    tally = Tally() if tally is None else tally
-    parts, done, found = split_images(source, PART_IMAGES), 0, 0
+    left = math.inf if limit is None else check_integer("limit", limit, low=1)
+    tally, parts = Tally() if tally is None else tally, split_images(source)
     results = probe_parts(source, parts, settings or ProbeSettings(), tally.strict, workers)
     for part, (block, skipped) in zip(parts, results, strict=True):
-        done += len(part)
         tally.merge(skipped)
         if progress is not None:
-            progress(done, len(source))
-        if block is None:
-            continue
-        block = block[: None if limit is None else limit - found]
-        found += len(block)
-        yield block
-        if found == limit:
+            progress(part.stop, len(source))
+        if block is not None:
+            yield block[: int(min(left, len(block)))]
+            left -= len(block)
+        if left <= 0:
             return
 
 
-def split_images(source: InstanceSource, images: int) -> list[range]:
-    """Return the indices of the images of a source, in parts of `images` consecutive ones."""
+def split_images(source: InstanceSource) -> list[range]:
+    """Return the indices of the images of a source in parts, the units of work of a process."""
     indices = range(len(source))
-    return [indices[first : first + images] for first in indices[::images]]
+    return [indices[first : first + PART_IMAGES] for first in indices[::PART_IMAGES]]
 
 
 def probe_parts(
@@ -237,14 +230,13 @@ def _compute_cells(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Box] | None:
     """Return gradient and minority of the cells and the crop; None without a contour in the crop."""
     image, size = load_package("PIL.Image"), (settings.image_size, settings.image_size)
-    box, filters = crop_box(instance.mask), image.Resampling
-    mask = image.fromarray(instance.mask.view(np.uint8)).crop(box).resize(size, filters.NEAREST)
+    box, resampling = crop_box(instance.mask), image.Resampling
+    mask = image.fromarray(instance.mask.view(np.uint8)).crop(box).resize(size, resampling.NEAREST)
     minority = _sum_cells(contour_band(np.array(mask, dtype=bool)), settings.grid) > 0
-    if not minority.any():
-        return None
     # With `box=` of resize the filter would read pixels outside the crop.
-    grey = instance.image.grey.crop(box).resize(size, filters.BILINEAR)
-    return _sum_cells(gradient_magnitude(np.asarray(grey)), settings.grid), minority, box
+    grey = np.asarray(instance.image.grey.crop(box).resize(size, resampling.BILINEAR))
+    gradient = _sum_cells(gradient_magnitude(grey), settings.grid)
+    return (gradient, minority, box) if minority.any() else None
 
 
 def crop_box(mask: NDArray[np.bool_]) -> Box:

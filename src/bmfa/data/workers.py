@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 def make_loader(dataset: Any, workers: int, **options: Any) -> DataLoader[Any]:
     """Return a DataLoader with any number of workers; 0 computes in this process."""
-    if not workers:
-        options.pop("persistent_workers", None)
+    options["persistent_workers"] = bool(workers) and options.get("persistent_workers", False)
     # More workers than cores are the caller's choice.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return DataLoader(dataset, num_workers=workers, **options)

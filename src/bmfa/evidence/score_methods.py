@@ -31,13 +31,13 @@ class Estimate:
     Args:
         gap: (B,) F minus the estimate; negative where `mean-variance` overestimates.
         leaf_percent: (B,) leaves in percent of the tokens.
-        root_split: (B,) bool, True if the tree has more than its root; None without a tree.
+        root_split: (B,) bool, True if the tree has more than its root.
         tree: The trees, if all grids fit into one chunk.
     """
 
     gap: Tensor
     leaf_percent: Tensor
-    root_split: Tensor | None = None
+    root_split: Tensor
     tree: Tree | None = None
 
 
@@ -61,17 +61,9 @@ def check_method(name: str, seed: int = 0) -> str:
     return name
 
 
-def estimate(
-    method: str,
-    scores: Tensor,
-    grid: Grid,
-    *,
-    tau: float = 1.0,
-    max_depth: int | None = None,
-    seed: int = 0,
-) -> Estimate:
+def estimate(method: str, scores: Tensor, grid: Grid, **options: Any) -> Estimate:
     """Apply one method to a batch of score grids; see `estimate_all`."""
-    return estimate_all([method], scores, grid, tau=tau, max_depth=max_depth, seed=seed)[0]
+    return estimate_all([method], scores, grid, **options)[0]
 
 
 def estimate_all(
@@ -148,19 +140,18 @@ def _from_tree(tree: Tree, error: Tensor) -> Estimate:
 def _summary(method: str, found: Estimate, pyramid: ScorePyramid) -> Estimate:
     """Return the estimate of a method that is not that of its tree, or else the given one."""
     if method == "edge-aware":
-        return Estimate(torch.zeros_like(found.gap), torch.full_like(found.leaf_percent, 100.0))
+        exact = torch.zeros_like(found.gap)
+        return Estimate(exact, torch.full_like(found.leaf_percent, 100.0), found.root_split)
     if method == "mean-variance":
         variance = pyramid.variances()[0].squeeze(0)
-        return Estimate(found.gap - variance / (2 * pyramid.tau), found.leaf_percent)
+        gap = found.gap - variance / (2 * pyramid.tau)
+        return Estimate(gap, found.leaf_percent, found.root_split)
     return found
 
 
 def _concatenate(estimates: list[Estimate]) -> Estimate:
     if len(estimates) == 1:
         return estimates[0]
-    splits = [one.root_split for one in estimates if one.root_split is not None]
-    return Estimate(
-        torch.cat([one.gap for one in estimates]),
-        torch.cat([one.leaf_percent for one in estimates]),
-        torch.cat(splits) if splits else None,
-    )
+    parts = ((one.gap, one.leaf_percent, one.root_split) for one in estimates)
+    gap, leaf_percent, root_split = map(torch.cat, zip(*parts, strict=True))
+    return Estimate(gap, leaf_percent, root_split)

@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn import raster
-from bmfa.data.drawn.raster import Array, blend, coverage, direction, plane
-from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Shape, Stroke, polyline
+from bmfa.data.drawn import painting
+from bmfa.data.drawn.painting import Array, Mask, Shape, Stroke, UniformGenerator, direction, plane
 
 BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
@@ -76,20 +74,19 @@ def draw_badge(
         >>> BADGE_CLASSES[draw_badge(0, 7).label]
         'striped square, 2 ticks'
     """
-    pixels, label, mask, _ = draw_badge_parts(seed, index, size, grain)
-    return BadgeImage(pixels, label, mask)
+    return BadgeImage(*draw_badge_parts(seed, index, size, grain)[:3])
 
 
 def draw_badge_parts(
     seed: int, index: int, size: int, grain: float
-) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_], NDArray[np.bool_]]:
+) -> tuple[NDArray[np.uint8], int, Mask, Mask]:
     """Draw an image as `draw_badge` does; return also the mask (size, size) of its visible ticks."""
     check_integer("size", size, low=32)
     rng = UniformGenerator(seed, index, _STREAM)
     label = index % len(_CLASSES)
     canvas = _Canvas(rng, size)
-    badge = _Badge.from_class(rng, label)
-    decoy = _Badge.decoy(rng, badge)
+    badge = _Badge(rng, *_CLASSES[label], rng.number(14.0, 22.0))
+    decoy = badge.decoy(rng)
     bar = badge.bar(rng)
     behind, in_front = (_scatter(rng, count) for count in (_BEHIND, _IN_FRONT))
     slots = badge.choose_slots(rng, bar)
@@ -101,15 +98,11 @@ def draw_badge_parts(
         mask[shape.rows, shape.columns] &= shape.distance >= 0
     if grain:
         canvas.planes += _noise(_knot_values(rng, _GRAIN_CELL), size, _GRAIN_CELL) * grain
-    return raster.to_pixels(canvas.planes), label, mask, ticks & mask
+    return painting.to_pixels(canvas.planes), label, mask, ticks & mask
 
 
 def draw_badge_batch(
-    seed: int,
-    indices: Iterable[int],
-    size: int = BADGE_IMAGE_SIZE,
-    *,
-    grain: float = GRAIN,
+    seed: int, indices: Iterable[int], size: int = BADGE_IMAGE_SIZE, *, grain: float = GRAIN
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
     """Draw several images: pixels (B, size, size, 3), classes (B,) and masks (B, size, size).
 
@@ -130,10 +123,11 @@ def draw_badge_batch(
     return np.stack(pixels), np.array(labels, dtype=np.int64), np.stack(masks)
 
 
-def _piece(centre: tuple[float, float], turn: float, half: float, pen: float) -> Stroke:
-    """Make a straight piece of half a length around a point."""
-    (x, y), (dx, dy) = centre, direction(turn)
-    return polyline(np.array([(x - half * dx, y - half * dy), (x + half * dx, y + half * dy)]), pen)
+def _piece(centre: Sequence[float], turn: float, start: float, end: float, pen: float) -> Stroke:
+    """Make a straight piece between two distances from a point in a direction."""
+    return painting.polyline(np.array([(start, 0.0), (end, 0.0)]), pen).placed(
+        np.array(centre), 1.0, turn
+    )
 
 
 def _scatter(rng: UniformGenerator, count: int) -> list[Stroke]:
@@ -143,7 +137,7 @@ def _scatter(rng: UniformGenerator, count: int) -> list[Stroke]:
         line = kind < 2 / 3
         half = 2.5 + 7.0 * length if line else 0.0
         pen = 1.3 + 0.9 * weight if line else 2.2 + 3.2 * weight
-        pieces.append(_piece((x * _SIDE, y * _SIDE), turn, half, pen))
+        pieces.append(_piece((x * _SIDE, y * _SIDE), turn, -half, half, pen))
     return pieces
 
 
@@ -154,14 +148,10 @@ class _Badge:
     """
 
     def __init__(
-        self, rng: UniformGenerator, shape: str, texture: str | None, ticks: int, radius: float
+        self, rng: UniformGenerator, shape: str, texture: str, ticks: int, radius: float
     ) -> None:
-        self.corners, self.texture, self.ticks, self.radius = (
-            _CORNERS[shape],
-            texture,
-            ticks,
-            radius,
-        )
+        self.corners, self.texture = _CORNERS[shape], texture
+        self.ticks, self.radius = ticks, radius
         self.turn, self.squash = rng.number(), rng.number(0.88, 1.0)  # of the first axis
         self.tick_length = rng.number(6.0, 8.5)
         self.reach = radius + self.tick_length + 1.0  # largest distance from the centre
@@ -169,19 +159,13 @@ class _Badge:
         self.centre = rng.number(low, _SIDE - low), rng.number(low, _SIDE - low)
         self.apothem = radius * (math.cos(math.pi / self.corners) if self.corners else 0.9)
 
-    @classmethod
-    def from_class(cls, rng: UniformGenerator, label: int) -> "_Badge":
-        """Place the badge of a class."""
-        return cls(rng, *_CLASSES[label], rng.number(14.0, 22.0))
-
-    @classmethod
-    def decoy(cls, rng: UniformGenerator, badge: "_Badge") -> "_Badge | None":
+    def decoy(self, rng: UniformGenerator) -> "_Badge | None":
         """Place an outline without texture beside the badge; None if four places are not free."""
         shape = SHAPES[rng.integer(0, len(SHAPES) - 1)]
         ticks, radius = rng.integer(0, len(TICK_COUNTS)), rng.number(9.0, 15.0)
         for _ in range(4):
-            decoy = cls(rng, shape, None, ticks, radius)
-            if math.dist(decoy.centre, badge.centre) > decoy.reach + badge.reach:
+            decoy = _Badge(rng, shape, "", ticks, radius)
+            if math.dist(decoy.centre, self.centre) > decoy.reach + self.reach:
                 return decoy
         return None
 
@@ -191,7 +175,8 @@ class _Badge:
         x, y = direction(turn)
         offset, shift = (1.1 * across - 0.55) * self.radius, (along - 0.5) * self.radius
         at = (self.centre[0] + (shift * x - offset * y), self.centre[1] + (shift * y + offset * x))
-        return _piece(at, turn, self.radius * (0.5 + 0.9 * length), 4.0 + 4.0 * weight)
+        half = self.radius * (0.5 + 0.9 * length)
+        return _piece(at, turn, -half, half, 4.0 + 4.0 * weight)
 
     def choose_slots(self, rng: UniformGenerator, bar: Stroke | None) -> list[float]:
         """Return the directions of the ticks in turns, those farthest from the bar if it is near."""
@@ -210,13 +195,9 @@ class _Badge:
 
     def _tick(self, turn: float, pen: float) -> Stroke:
         """Return a tick; it starts one unit inside the rim."""
-        dx, dy = direction(self.turn + turn)
-        rim = self.apothem / float(self._scale(np.array([dx]), np.array([dy]))[0, 0])
-        x, y = self.centre
-        low, high = rim - 1.0, rim + self.tick_length
-        return polyline(
-            np.array([(x + low * dx, y + low * dy), (x + high * dx, y + high * dy)]), pen
-        )
+        x, y = direction(self.turn + turn)
+        rim = self.apothem / float(self._scale(np.array([x]), np.array([y]))[0, 0])
+        return _piece(self.centre, self.turn + turn, rim - 1.0, rim + self.tick_length, pen)
 
     def _scale(self, x: Array, y: Array) -> Array:
         """Return (h, w): the outline is where it equals `apothem`, and it grows linearly outwards.
@@ -228,42 +209,41 @@ class _Badge:
         ax, ay = direction(self.turn)
         if not self.corners:
             along = plane(x, y, ax / self.squash, ay / self.squash)
-            return raster.length(along, plane(x, y, -ay, ax))
-        normals = [direction((side + 0.5) / self.corners) for side in range(self.corners)]
-        # From the axes of the badge to those of the image, the first axis squashed.
-        sides = [
-            plane(x, y, u * ax / self.squash - v * ay, u * ay / self.squash + v * ax)
-            for u, v in normals
-        ]
+            return painting.length(along, plane(x, y, -ay, ax))
+        sides = []
+        for side in range(self.corners):
+            u, v = direction((side + 0.5) / self.corners)
+            # From the axes of the badge to those of the image, the first axis squashed.
+            u, v = u * ax / self.squash - v * ay, u * ay / self.squash + v * ax
+            sides.append(plane(x, y, u, v))
         farthest: Array = np.maximum.reduce(sides)
         return farthest
 
     def paint(
         self, rng: UniformGenerator, canvas: "_Canvas", slots: list[float]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    ) -> tuple[Mask, Mask]:
         """Paint the badge and return its mask and that of its ticks, both (size, size)."""
-        half = self.reach + 1.5
+        half, unit = self.reach + 1.5, canvas.unit
         columns, rows = (
-            slice(max(0, int((at - half) / canvas.unit)), int((at + half) / canvas.unit) + 1)
+            painting.window((at - half) / unit, (at + half) / unit, canvas.size)
             for at in self.centre
         )
         columns_at, rows_at = canvas.steps[columns], canvas.steps[rows]
         x, y = columns_at - self.centre[0], rows_at - self.centre[1]
         inside = self._scale(x, y) - self.apothem
         pen = rng.number(1.7, 2.3)
-        ticks = np.full_like(inside, self.reach)
-        for turn in slots:
-            np.minimum(ticks, self._tick(turn, pen).distance(columns_at, rows_at), out=ticks)
+        tick_distances = [self._tick(turn, pen).distance(columns_at, rows_at) for turn in slots]
+        ticks = np.minimum.reduce([np.full_like(inside, self.reach), *tick_distances])
         ink = np.minimum(np.abs(inside) - pen / 2, ticks)
         colour = canvas.contrasting_colour(rng, self.centre, 42.0, 85.0)
         target = canvas.planes[:, rows, columns]
         masks = np.zeros((2, canvas.size, canvas.size), dtype=bool)
         masks[:, rows, columns] = np.minimum(inside, ink) < 0, ticks < 0
-        if self.texture is not None:
-            blend(target, coverage(inside, canvas.unit) * 0.22, colour)
+        if self.texture:
+            painting.blend(target, painting.coverage(inside, unit) * 0.22, colour)
             texture = self._texture_distance(rng, x, y)
             np.minimum(ink, np.maximum(texture, inside), out=ink)
-        blend(target, coverage(ink, canvas.unit), colour)
+        painting.blend(target, painting.coverage(ink, unit), colour)
         return masks[0], masks[1]
 
     def _texture_distance(self, rng: UniformGenerator, x: Array, y: Array) -> Array:
@@ -274,7 +254,7 @@ class _Badge:
         if self.texture == "striped":
             return np.abs(along) - 0.75
         across = _to_nearest(plane(x, y, -dy / period, dx / period), other, period)
-        return raster.length(along, across) - 1.45
+        return painting.length(along, across) - 1.45
 
 
 class _Canvas:
@@ -295,7 +275,7 @@ class _Canvas:
         self.knots, fine_knots = _knot_values(rng, _COARSE), _knot_values(rng, _FINE)
         coarse, fine = _noise(self.knots, size, _COARSE), _noise(fine_knots, size, _FINE)
         away = self.steps - self.at
-        region = coverage(-(plane(away, away, *self.across) + _WAVE * coarse), self.unit)
+        region = painting.coverage(-(plane(away, away, *self.across) + _WAVE * coarse), self.unit)
         phase = plane(self.steps, self.steps, dx / period, dy / period) + 0.5 * fine
         stripes = np.abs(_to_nearest(phase, 0.0, 56.0)) - 14.0  # levels
         texture = stripes * region + coarse * 13.0 + fine * 9.0
@@ -308,9 +288,9 @@ class _Canvas:
         """Return a colour (3, 1, 1) whose luma differs from the plain background by low to high."""
         (x, y), (dx, dy) = centre, self.across
         row, column = np.array([y]) / _COARSE, np.array([x]) / _COARSE
-        wave = float(raster.noise(self.knots.astype(np.float64), row, column)[0, 0])
+        wave = float(painting.noise(self.knots.astype(np.float64), row, column)[0, 0])
         beyond = (x - self.at) * dx + (y - self.at) * dy + _WAVE * wave > 0
-        luma = float(raster.LUMA @ (self.base + self.other if beyond else self.base))
+        luma = float(painting.LUMA @ (self.base + self.other if beyond else self.base))
         step = rng.number(low, high)
         luma += step if luma < 128.0 else -step
         return (luma + rng.array(3, low=-30.0, high=30.0)).astype(np.float32)[:, None, None]
@@ -338,18 +318,14 @@ def _knot_values(rng: UniformGenerator, cell: float) -> Array:
     return rng.array(count, count, low=-1.0).astype(np.float32)
 
 
-def _knot_positions(size: int, cell: float) -> Array:
-    """Return the position of each pixel of a line, in units of knots every `cell` units."""
-    return (np.arange(size) + 0.5) * (_SIDE / size / cell)
-
-
 def _noise(values: Array, size: int, cell: float) -> Array:
     """Return smooth noise (size, size) between knots every `cell` units."""
-    at = _knot_positions(size, cell)
-    return raster.noise(values, at, at)
+    at = (np.arange(size) + 0.5) * (_SIDE / size / cell)
+    return painting.noise(values, at, at)
 
 
 def grain_weights(size: int) -> Array:
     """Return (size, knots) weights: the grain is `weights @ values @ weights.T` of its knots."""
     knots = np.eye(int(_SIDE / _GRAIN_CELL) + 2, dtype=np.float32)
-    return raster.interpolate(knots, _knot_positions(size, _GRAIN_CELL), 0)
+    at = (np.arange(size) + 0.5) * (_SIDE / size / _GRAIN_CELL)
+    return painting.interpolate(knots, at, 0)

@@ -5,12 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bmfa.data.drawn.raster import Array, to_pixels
-from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Shape, Stroke, circle, dot, polygon, polyline
-from bmfa.data.drawn.textures import background, colour, luma_at
+from bmfa.data.drawn import painting
+from bmfa.data.drawn.painting import Array, Mask, Shape, Stroke, UniformGenerator, polygon, polyline
 from bmfa.data.instances import Instance, InstanceImage, InstanceSource, Tally
 
 OBJECT_IMAGE_SIZE = 256  # pixels along a side
@@ -56,7 +53,7 @@ def _person(rng: UniformGenerator) -> list[Part]:
     return [
         (-25.0, [polyline(leg, 0.13) for leg in legs]),
         (0.0, [polyline(trunk, 0.26), *(polyline(arm, 0.095) for arm in arms)]),
-        (18.0, [dot(head, 0.29)]),
+        (18.0, [painting.dot(head, 0.29)]),
     ]
 
 
@@ -71,7 +68,7 @@ def _book(rng: UniformGenerator) -> list[Part]:
 def _spoon(rng: UniformGenerator) -> list[Part]:
     """Make an oval bowl on a tapered handle, with a highlight in the bowl."""
     width = rng.number(0.17, 0.23)
-    bowl = circle(28) * (width, 0.32) + (0.0, -0.63)
+    bowl = painting.circle(28) * (width, 0.32) + (0.0, -0.63)
     handle = np.array([(-0.045, -0.35), (0.045, -0.35), (0.075, 0.92), (-0.075, 0.92)])
     shine = np.array([(-width * 0.45, -0.78), (-width * 0.5, -0.55)])
     return [(0.0, [polygon(bowl), polygon(handle)]), (25.0, [polyline(shine, 0.04)])]
@@ -110,15 +107,14 @@ def draw_object(category: str, seed: int, index: int) -> Instance:
     if category not in _KINDS:
         raise ValueError(f"category is {category!r}; pass one of {', '.join(_KINDS)}")
     number = OBJECT_CATEGORIES.index(category)
-    rng = UniformGenerator(seed, index, _STREAM, number)
-    canvas = background(rng, OBJECT_IMAGE_SIZE, OBJECT_IMAGE_SIZE, strength=0.35)
+    rng, size = UniformGenerator(seed, index, _STREAM, number), OBJECT_IMAGE_SIZE
+    canvas = painting.background(rng, size, size, strength=0.35)
     radius = rng.number(72.0, 84.0)
-    room = OBJECT_IMAGE_SIZE / 2 - radius * 1.5
-    centre = OBJECT_IMAGE_SIZE / 2 + rng.array(2, low=-room, high=room)
-    mask = _paint(rng, canvas, category, centre, radius)
+    room = size / 2 - radius * 1.5
+    mask = _paint(rng, canvas, category, size / 2 + rng.array(2, low=-room, high=room), radius)
     identity = number * 100_000 + index
-    image = InstanceImage(identity, f"{category}-{index}.png", to_pixels(canvas))
-    return Instance.from_mask(image, identity, category, mask)
+    image = InstanceImage(identity, f"{category}-{index}.png", painting.to_pixels(canvas))
+    return image.instances(identity, [(category, mask)])[0]
 
 
 def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
@@ -136,32 +132,26 @@ def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
         >>> [one.category for one in draw_kite_flyer(0, 0)]
         ['kite', 'person']
     """
-    rng = UniformGenerator(seed, index, _STREAM, len(OBJECT_CATEGORIES))
-    size = OBJECT_IMAGE_SIZE
-    canvas = background(rng, size, size, strength=0.35)
-    placed = {}
+    rng, size = UniformGenerator(seed, index, _STREAM, len(_KINDS)), OBJECT_IMAGE_SIZE
+    canvas, masks = painting.background(rng, size, size, strength=0.35), []
     # Centres and radii as shares of the side, so that the crops of the two do not overlap.
     for category, middle in (("kite", 0.28), ("person", 0.72)):
         centre = size * (middle + rng.array(2, low=-0.03, high=0.03))
-        placed[category] = _paint(rng, canvas, category, centre, 0.17 * size)
-    image = InstanceImage(index, f"kite-flyer-{index}.png", to_pixels(canvas))
-    kite, person = (
-        Instance.from_mask(image, 2 * index + number, category, mask)
-        for number, (category, mask) in enumerate(placed.items())
-    )
+        masks.append((category, _paint(rng, canvas, category, centre, 0.17 * size)))
+    image = InstanceImage(index, f"kite-flyer-{index}.png", painting.to_pixels(canvas))
+    kite, person = image.instances(2 * index, masks)
     return kite, person
 
 
 def _paint(
     rng: UniformGenerator, canvas: Array, category: str, centre: Array, radius: float
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Paint an object on a canvas (3, side, side), in place; return its mask (side, side)."""
     (make, largest_turn), side = _KINDS[category], canvas.shape[1]
     parts, turn = make(rng), largest_turn * rng.number(-1.0)
-    luma = float(luma_at(canvas, centre[None])[0])
+    luma = float(painting.luma_at(canvas, centre[None])[0])
     luma += rng.number(75.0, 95.0) * (1 if luma < 128.0 else -1)
-    tint = colour(rng, 0.0, 40.0)
-    mask = np.zeros((side, side), dtype=bool)
+    tint, mask = painting.colour(rng, 0.0, 40.0), np.zeros((side, side), dtype=bool)
     steps = np.arange(side, dtype=float)
     for shade, strokes in parts:
         placed = [stroke.placed(centre, radius, turn) for stroke in strokes]

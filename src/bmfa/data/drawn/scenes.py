@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bmfa.data.drawn.raster import Array, to_pixels
-from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Shape, Stroke, circle, dot, polyline, reach
-from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, texture
+from bmfa.data.drawn import painting
+from bmfa.data.drawn.painting import Array, Shape, Stroke, UniformGenerator, dot, luma_at, polyline
 from bmfa.data.instances import Instance, InstanceImage, InstanceSource, Tally
 
 SCENE_HEIGHT, SCENE_WIDTH = 288, 384  # pixels
@@ -46,7 +44,7 @@ def _ring(rng: UniformGenerator) -> list[Stroke]:
     angle = 2 * math.pi * np.arange(pieces + 1) / pieces
     wave = rng.integer(2, 5)
     radius = 0.85 * (1 - rng.number(0.0, 0.16) * (1 + np.cos(wave * angle)))
-    loop = radius[:, None] * circle(pieces) * (1.0, rng.number(0.55, 1.0))
+    loop = radius[:, None] * painting.circle(pieces) * (1.0, rng.number(0.55, 1.0))
     return [polyline(loop, rng.number(0.16, 0.36))]
 
 
@@ -110,18 +108,14 @@ def draw_scene(seed: int, index: int) -> list[Instance]:
         (288, 384, 3)
     """
     rng = UniformGenerator(seed, index, _STREAM)
-    canvas = background(rng, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
+    canvas = painting.background(rng, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
     objects = _place_objects(rng)
     _add_clutter(rng, canvas)
     for _, disc, shape in objects:
         shape.paint(canvas, _surface(rng, canvas, disc, shape))
-    image = InstanceImage(index, f"{index:012d}.png", to_pixels(canvas))
-    return [
-        Instance.from_mask(
-            image, index * _MAX_OBJECTS + number, kind, shape.mask(SCENE_HEIGHT, SCENE_WIDTH)
-        )
-        for number, (kind, _, shape) in enumerate(objects, start=1)
-    ]
+    image = InstanceImage(index, f"{index:012d}.png", painting.to_pixels(canvas))
+    masks = ((kind, shape.mask(SCENE_HEIGHT, SCENE_WIDTH)) for kind, _, shape in objects)
+    return image.instances(index * _MAX_OBJECTS + 1, masks)
 
 
 def _place_objects(rng: UniformGenerator) -> list[tuple[str, Disc, Shape]]:
@@ -131,7 +125,7 @@ def _place_objects(rng: UniformGenerator) -> list[tuple[str, Disc, Shape]]:
     # The largest first, while there is room for them.
     for kind, radius in sorted(planned, key=lambda plan: -plan[1]):
         strokes, turn = OBJECT_KINDS[kind].make(rng), rng.number()
-        disc = _free_disc(rng, radius * reach(strokes), [disc for _, disc, _ in objects])
+        disc = _free_disc(rng, radius * painting.reach(strokes), [disc for _, disc, _ in objects])
         if disc is not None:
             placed = [stroke.placed(np.array(disc[:2]), radius, turn) for stroke in strokes]
             objects.append((kind, disc, Shape.from_strokes(placed, _COLUMNS, _ROWS)))
@@ -170,18 +164,16 @@ def _add_clutter(rng: UniformGenerator, canvas: Array) -> None:
     length = np.where(line, 5.0 + 8.0 * size, 3.0 * size)  # half of it
     pen = np.where(line, 1.7 + 1.1 * weight, 3.0 + 6.0 * weight)
     bend = np.where(line, 0.7 * bend - 0.35, 0.0)
-    occupied: list[Disc] = []
-    painted: list[int] = []
-    for index, disc in enumerate(np.column_stack([centres, length + pen / 2 + 1]).tolist()):
-        if _is_free(disc, occupied):
-            occupied.append(disc)
+    discs, painted = np.column_stack([centres, length + pen / 2 + 1]).tolist(), list[int]()
+    for index, disc in enumerate(discs):
+        if _is_free(disc, [discs[other] for other in painted]):
             painted.append(index)
     centres, length, pen, bend = (x[painted] for x in (centres, length, pen, bend))
     angle = rng.array(len(painted), high=2 * math.pi)
     along = length[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     middle = centres + bend[:, None] * along[:, ::-1] * (-1.0, 1.0)
     points = np.stack([centres - along, middle, centres + along], axis=1)
-    colours = contrasting_colours(rng, luma_at(canvas, centres), 70.0, 120.0)
+    colours = painting.contrasting_colours(rng, luma_at(canvas, centres), 70.0, 120.0)
     for bent, width, colour in zip(points, pen.tolist(), colours, strict=True):
         Shape.from_strokes([polyline(bent, width)], _COLUMNS, _ROWS).paint(canvas, colour)
 
@@ -189,8 +181,8 @@ def _add_clutter(rng: UniformGenerator, canvas: Array) -> None:
 def _surface(rng: UniformGenerator, canvas: Array, disc: Disc, shape: Shape) -> Array:
     """Return the colours of an object, (3, rows, columns): contrast, texture and shading."""
     rows, columns = shape.distance.shape
-    colour = contrasting_colours(rng, luma_at(canvas, np.array([disc[:2]])), 8.0, 80.0)[0]
-    relief = rng.number(10.0, 50.0) * texture(rng, rows, columns)
+    colour = painting.contrasting_colours(rng, luma_at(canvas, np.array([disc[:2]])), 8.0, 80.0)[0]
+    relief = rng.number(10.0, 50.0) * painting.texture(rng, rows, columns)
     relief += rng.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, columns)
     relief += rng.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, rows)[:, None]
     return np.asarray(colour + relief)

@@ -1,17 +1,14 @@
 """Ablations of Algorithm 1 on instance probes: threshold, depth, grid and look-ahead."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from bmfa.checks import check_integer
 from bmfa.data import ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
-from bmfa.data.probes import Mode, multiples, probe_blocks
+from bmfa.data.probes import Mode, probe_blocks
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
     TAU,
@@ -26,27 +23,29 @@ from bmfa.evidence.runner import Progress
 from bmfa.evidence.score_methods import estimate
 from bmfa.grid import Grid
 from bmfa.records import Record, Row
-from bmfa.trees.rules import Gamma
 
 REPEATS = 3  # timings of which the best counts
 TIMING = "processor time of one thread, from scores to errors, the best of the repeats"
 COLUMNS = ("instances", "mean_gap", "p95_gap", "leaf_percent", "unsplit_percent")
 
 
+# The values of each parameter of Algorithm 1; a depth of None splits down to single tokens.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "epsilon": (0.05, 0.02, 0.01, 0.005, 0.002, 0.001),
+    "depth": (2, 3, 4, 5),
+    "grid": (8, 16, 32),
+    "lookahead": (1, 2, 3, 4),
+}
+
+
 @dataclass(frozen=True)
 class Setting:
-    """Parameters of Algorithm 1; a depth of None splits down to single tokens."""
+    """Parameters of Algorithm 1."""
 
     epsilon: float = 0.005
     depth: int | None = None
     grid: int = 16
     lookahead: int = 1
-
-    def __post_init__(self) -> None:
-        Gamma(self.epsilon, self.lookahead)  # raises if one of them is not valid
-        if self.depth is not None:
-            check_integer("depth", self.depth, low=1)
-        check_integer("grid", self.grid, low=2)
 
     def row(self, scores: Tensor) -> Row:
         """Return the gaps on (B, N) scores, and the time of screening and error for an instance."""
@@ -63,10 +62,6 @@ def run(
     *,
     dataset: str | None = None,
     mode: Mode = "image-edge",
-    epsilons: Sequence[float] = (0.05, 0.02, 0.01, 0.005, 0.002, 0.001),
-    depths: Sequence[int] = (2, 3, 4, 5),
-    grids: Sequence[int] = (8, 16, 32),
-    lookaheads: Sequence[int] = (1, 2, 3, 4),
     image_size: int = 256,
     limit: int | None = None,
     workers: int = 1,
@@ -78,10 +73,6 @@ def run(
         source: Annotated images, which are read once for every grid.
         dataset: Name of the source for the record.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
-        epsilons: Thresholds.
-        depths: Depth limits.
-        grids: Sides of the grid in tokens.
-        lookaheads: Levels below a block that Gamma reads.
         image_size: Side of a resized crop in pixels, a multiple of every grid.
         limit: Number of instances after which a reading ends.
         workers: Worker processes; 1 builds the grids in this process.
@@ -95,33 +86,18 @@ def run(
 
     Example:
         >>> from bmfa.data import EmbeddedScenes
-        >>> record = run(EmbeddedScenes(images=2), epsilons=[0.01], depths=[], grids=[],
-        ...              lookaheads=[])
+        >>> record = run(EmbeddedScenes(images=1))
         >>> record.rows[0]["parameter"], record.rows[0]["value"]
-        ('epsilon', 0.01)
+        ('epsilon', 0.05)
     """
     check_mode(mode)
-    given: dict[str, Sequence[Any]] = {
-        "epsilon": epsilons,
-        "depth": depths,
-        "grid": grids,
-        "lookahead": lookaheads,
-    }
+    ProbeSettings(max(VALUES["grid"]), image_size)  # raises if the largest grid does not divide it
     planned: list[tuple[str, float, Setting]] = [
         (name, value, Setting(**{name: value}))
-        for name, values in given.items()
+        for name, values in VALUES.items()
         for value in values
     ]
-    if not planned:
-        raise ValueError("no parameter has a value; pass epsilons, depths, grids or lookaheads")
     grids_read = list(dict.fromkeys(setting.grid for _, _, setting in planned))
-    ProbeSettings(1, image_size)  # raises if the size is not valid
-    if image_size % (step := math.lcm(*grids_read)):
-        raise ValueError(
-            f"image_size (--img-size) is {image_size}, which grids of "
-            f"{', '.join(map(str, sorted(grids_read)))} cells do not all divide; "
-            f"pass {multiples(image_size, step)}"
-        )
     measured: dict[Setting, Row] = {}  # equal settings are measured once
     for number, side in enumerate(grids_read):
         tally = Tally()
@@ -131,7 +107,7 @@ def run(
             workers=workers,
             limit=limit,
             tally=tally,
-            progress=progress and _part_of(progress, number, len(grids_read)),
+            progress=progress and partial(_of_all_readings, progress, number, len(grids_read)),
         )
         scores = read_scores(blocks, mode)
         check_any_instances(len(scores), tally)
@@ -141,7 +117,7 @@ def run(
     settings = {
         "dataset": dataset,
         "mode": mode,
-        **{f"{name}s": list(values) for name, values in given.items()},
+        **{f"{name}s": list(values) for name, values in VALUES.items()},
         "image_size": image_size,
         "tau": TAU,
         "repeats": REPEATS,
@@ -155,6 +131,7 @@ def run(
     return Record("ablation", settings, rows)
 
 
-def _part_of(progress: Progress, reading: int, readings: int) -> Progress:
-    """Return the progress of one reading as a part of all readings."""
-    return lambda done, images: progress(reading * images + done, readings * images)
+def _of_all_readings(
+    progress: Progress, reading: int, readings: int, done: int, images: int
+) -> None:
+    progress(reading * images + done, readings * images)

@@ -96,15 +96,11 @@ def run(
     if threads and device.type == "cuda":
         raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
     names = tuple(methods) or for_device(DEFAULT_METHODS, device)
+    for name, value in (("repeats", repeats), *(("threads", count) for count in threads)):
+        check_integer(name, value, low=1)
     for name in names:
         parse(name)
-    plan = Plan(
-        names,
-        dtype_name(dtype, device),
-        device,
-        check_integer("repeats", repeats, low=1),
-        tuple(check_integer("threads", count, low=1) for count in threads),
-    )
+    plan = Plan(names, dtype_name(dtype, device), device, repeats, tuple(threads))
     sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, device))
     blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
     present, notes = peers.available()
@@ -319,16 +315,14 @@ def sampled_queries(inputs: RecordedInputs) -> Tensor:
 def estimate_columns(stats: Sequence[Stats]) -> Row:
     """Return what tiled calls say of their own errors, as means in percent; nothing for other calls."""
     reports = [one.error for one in stats if one.form != "dense" and one.error is not None]
-    columns = {
-        "estimated_error_percent": "estimate",
-        "estimated_p95_percent": "p95",
-        "estimate_uncertainty_percent": "uncertainty",
-        "target_met_percent": "met",
-    }
+    columns = (
+        ("estimated_error_percent", "estimate"),
+        ("estimated_p95_percent", "p95"),
+        ("estimate_uncertainty_percent", "uncertainty"),
+        ("target_met_percent", "met"),
+    )
     return {
-        column: mean_percent(getattr(report, name) for report in reports)
-        for column, name in columns.items()
-        if reports
+        c: mean_percent(getattr(one, name) for one in reports) for c, name in columns if reports
     }
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,9 @@ def run(
     model.model.to(device)
     halves = {"even": tensors[0::2], "odd": tensors[1::2]}
     pairs = (("even", "odd"), ("odd", "even"))  # the half that chooses, and the other one
-    compare_all = partial(_compare_all, model, policy, list(baselines), batch_size, rounds)
+    options: dict[str, Any] = {"baselines": list(baselines), "policy": policy}
+    options |= {"rounds": rounds, "batch_size": batch_size}
+    compare_all = partial(_compare_all, model, options)
     arguments = [(halves[chosen][:choosing], halves[reported]) for chosen, reported in pairs]
     if workers > 1:
         # New processes: a fork of one that has run kernels in threads may hang.
@@ -96,12 +99,9 @@ def run(
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
-        "baselines": list(baselines),
-        "policy": policy,
+        **options,
         "images": len(tensors),
         "choosing": min(len(tensors) // 2, choosing or len(tensors)),
-        "rounds": rounds,
-        "batch_size": batch_size,
         "seed": seed,
         "halves": "images of even and of odd index in the order of their names",
         "resamples": RESAMPLES,
@@ -121,24 +121,18 @@ class Outcome:
 
 
 def _compare_all(
-    model: LoadedModel,
-    policy: str,
-    baselines: Sequence[str],
-    batch_size: int,
-    rounds: int,
-    progress: bool,
-    choosing: Tensor,
-    reporting: Tensor,
+    model: LoadedModel, options: dict[str, Any], progress: bool, choosing: Tensor, reporting: Tensor
 ) -> dict[str, dict[str, Outcome]]:
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
     vit = find_vision_transformer(model.model)
     images = {"calibration": choosing, "test": reporting}
     with running(model.model, progress, 0, " schedules") as advance:
+        policy, rounds, size = (options[name] for name in ("policy", "rounds", "batch_size"))
         tuner = ReductionTuner(
-            model.model, vit, model.options, images, batch_size, advance, policy, rounds
+            model.model, vit, model.options, images, size, advance, policy, rounds
         )
         reference = _logits(tuner)
-        return {name: _compare(tuner, name, reference) for name in baselines}
+        return {name: _compare(tuner, name, reference) for name in options["baselines"]}
 
 
 def _logits(tuner: ReductionTuner, schedule: Schedule = ()) -> Tensor:

@@ -17,7 +17,7 @@ from bmfa.checks import check_integer
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
-from bmfa.trees.rules import parse
+from bmfa.trees.rules import Rule, parse
 
 TREE_METHODS = ("gamma:0.005", "optimal:0.001", "exact-gap:0.005", "mass:0.002", "certified:0.005")
 SCORE_METHODS = ("gamma:0.05", "optimal:0.002", "quadrant-gap:0.8")
@@ -88,14 +88,14 @@ def run(
 
 
 def _row(
-    what: str, grid: Grid, count: int, dtype: torch.dtype, method: str, times: tuple[float, float]
+    what: str, scores: Tensor, grid: Grid, method: str, milliseconds: float, base: float
 ) -> Row:
-    """Return the row of a method on `count` grids, from its milliseconds and those of the baseline."""
-    milliseconds, base = times
+    """Return the row of a method on (..., N) scores, with the milliseconds of the baseline."""
+    count = scores[..., 0].numel()
     return {
         "what": what,
         "n": grid.size,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(scores.dtype).removeprefix("torch."),
         "method": method,
         "threads": torch.get_num_threads(),
         "grids": count,
@@ -106,40 +106,33 @@ def _row(
 
 
 def _screened(
-    what: str,
-    scores: Tensor,
-    grid: Grid,
-    methods: Sequence[str],
-    base: float,
-    repeats: int,
-    seed: int,
+    what: str, scores: Tensor, grid: Grid, methods: dict[str, Rule], base: float, repeats: int
 ) -> Iterator[Row]:
     """Yield the row of every method on (..., N) scores."""
-    count = scores[..., 0].numel()
-    for method in methods:
-        work = partial(screen, scores, grid, parse(method, seed))
-        times = timing.median_milliseconds(work, repeats, scores.device), base
+    for method, rule in methods.items():
+        work = partial(screen, scores, grid, rule)
+        milliseconds = timing.median_milliseconds(work, repeats, scores.device)
         leaves = 100 * float(work().leaf_ratio.mean())
-        yield _row(what, grid, count, scores.dtype, method, times) | {"leaf_percent": leaves}
+        row = _row(what, scores, grid, method, milliseconds, base)
+        yield row | {"leaf_percent": leaves}
 
 
 def _against_oracle(
     methods: Sequence[str], grids: int, repeats: int, seed: int, device: torch.device
 ) -> list[Row]:
     """Compare with `grow_tree`, which screens one grid at a time on one core."""
-    grid = Grid(16, 16)
+    grid, rules = Grid(16, 16), {name: parse(name, seed) for name in methods}
     scores = score_fields(grids, grid, seed)
     some = scores[:ORACLE_GRIDS].double().view(-1, grid.height, grid.width).numpy()
     start = time.perf_counter()
     for field in some:
         grow_tree(field, 0.005)
     base = 1e3 * (time.perf_counter() - start) * grids / len(some)
-    oracle = _row("trees", grid, grids, torch.float64, "gamma:0.005 (oracle)", (base, base))
-    rows = [oracle | {"threads": 1}]
+    oracle = _row("trees", scores.double(), grid, "gamma:0.005 (oracle)", base, base)
+    rows, on_device = [oracle | {"threads": 1}], scores.to(device)
     for threads in sorted({1, torch.get_num_threads()}):
         with timing.threads(threads):
-            on_device = scores.to(device)
-            rows += _screened("trees", on_device, grid, methods, base, repeats, seed)
+            rows += _screened("trees", on_device, grid, rules, base, repeats)
     return rows
 
 
@@ -174,12 +167,12 @@ def grow_tree(scores: npt.NDArray[np.float64], epsilon: float) -> int:
 def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.device) -> list[Row]:
     """Time the screening of the scores of a DeiT-Tiny batch in multiples of a softmax over them."""
     grid, shape = Grid(14, 14), (batch_size, HEADS, QUERIES)
-    count = torch.Size(shape).numel()
+    fields = score_fields(math.prod(shape), grid, seed).to(device).view(*shape, grid.size)
+    rules = {name: parse(name, seed) for name in SCORE_METHODS}
     rows: list[Row] = []
-    for dtype in (torch.float32, torch.float64):
-        scores = score_fields(count, grid, seed).to(device, dtype).view(*shape, grid.size)
+    for scores in (fields, fields.double()):
         base = timing.median_milliseconds(partial(scores.softmax, -1), repeats, device)
-        rows.append(_row("softmax", grid, count, dtype, "softmax", (base, base)))
-        for row in _screened("softmax", scores, grid, SCORE_METHODS, base, repeats, seed):
+        rows.append(_row("softmax", scores, grid, "softmax", base, base))
+        for row in _screened("softmax", scores, grid, rules, base, repeats):
             rows.append({**row, "multiple_of_softmax": row["milliseconds"] / base})
     return rows

@@ -15,10 +15,6 @@ GRID, HEADS = Grid(13, 21), 2  # a ragged grid
 # Relative error allowed for an output, in units of the epsilon of the dtype. Means, weights and
 # outputs are each rounded to the dtype; a wrong token or weight is off by far more.
 ROUNDINGS = {torch.float32: 256, torch.float16: 8, torch.bfloat16: 8}
-# Share of the groups of queries that must expand as many tiles as the specification: they may differ in
-# tiles whose losses are within rounding of the threshold. The median query is in none of these groups.
-# Without expanded tiles, and with all of them, no group may differ.
-LEAST_AGREEMENT = 0.6
 
 
 def check_backend(backend: Backend, dtype: torch.dtype, device: str, dim: int) -> None:
@@ -45,14 +41,9 @@ def check_backend(backend: Backend, dtype: torch.dtype, device: str, dim: int) -
                 scale=dim**-0.5,
                 expand=expanded,
             )
-            counts = torch.as_tensor(screened.stats.expanded_count).cpu()
-            same = torch.from_numpy(specified.expanded.sum(-1)) == counts
             exact = torch.from_numpy(specified.output)
             errors = (screened.output.cpu().double() - exact).norm(dim=-1) / exact.norm(dim=-1)
             error = float(errors.nan_to_num(torch.inf).median())
-            least = LEAST_AGREEMENT if expanded == 2 else 1.0
-            if float(same.double().mean()) < least or screened.stats.backend != backend:
-                error = torch.inf
             if not error <= allowed:
                 raise ValueError(
                     f"backend {backend} is off by {error:.1e} in {str(dtype).removeprefix('torch.')} "

@@ -7,6 +7,7 @@ baseline are of the same images, and their intervals are from the bootstrap over
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from bmfa.checks import check_integer
 from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
 from bmfa.evidence.metrics import RESAMPLES, gain_columns, mask_iou
-from bmfa.evidence.model_methods import Layers, ModelMethod, applied
+from bmfa.evidence.model_methods import ModelMethod, applied
 from bmfa.evidence.runner.batches import ImageBatches
 from bmfa.evidence.runner.loop import Segmenter, observed_trees
 from bmfa.models import LoadedModel
@@ -45,6 +46,8 @@ BASELINES = ("tome:16", "tome:20", "tome:24")
 POLICIES = ("free-energy", "pitome", "crossget", "random-pool")
 LEAF_TOLERANCE = 0.75  # percentage points of leaves within which a threshold is matched
 COST_TOLERANCE = 0.01  # share of the operations within which a budget is matched
+LAYERS = "all"  # that rules screen
+BATCH_SIZE = 25
 MATCHING_IMAGES = 6
 MATCHING_SEED = 1_000_003  # far from the seeds of the images that are measured
 
@@ -61,8 +64,6 @@ def run(
     policies: Sequence[str] = POLICIES,
     baselines: Sequence[str] = BASELINES,
     images: int = 200,
-    layers: Layers = "all",
-    batch_size: int = 25,
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
@@ -75,8 +76,6 @@ def run(
         policies: Names of merging policies without a value.
         baselines: Reductions whose operations the policies are matched to.
         images: Number of images.
-        layers: Layers that the rules screen.
-        batch_size: Images in a batch.
         seed: Seed of the images, of random methods and of the bootstrap.
         device: Device of the model.
 
@@ -96,7 +95,7 @@ def run(
         >>> [(row["method"], row["leaf_percent"]) for row in record.rows]
         [('full', 100.0), ('fixed-blocks:2', 25.0)]
     """
-    comparison = Comparison(model, images, layers, batch_size, seed, device)
+    comparison = Comparison(model, images, seed, device)
     rows = [comparison.row(FULL, comparison.measure(FULL)) | {"leaf_percent": 100.0}]
     for share in leaves:
         rows += comparison.rules(rules, share)
@@ -105,11 +104,11 @@ def run(
     settings = {
         "model": model.name,
         "images": images,
-        "layers": layers if isinstance(layers, str) else list(layers),
+        "layers": LAYERS,
         "leaves": list(leaves),
         "baseline_rule": BASELINE_RULE,
         "baselines": list(baselines),
-        "batch_size": batch_size,
+        "batch_size": BATCH_SIZE,
         "seed": seed,
         "matching": f"thresholds within {LEAF_TOLERANCE} points of leaves on {MATCHING_IMAGES} other "
         f"images, budgets within {100 * COST_TOLERANCE:g} % of the operations of the baseline",
@@ -123,19 +122,11 @@ def run(
 class Comparison:
     """The images and the outputs of the full model, with which every method is compared."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        images: int,
-        layers: Layers,
-        batch_size: int,
-        seed: int,
-        device: str,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, images: int, seed: int, device: str) -> None:
         self.subject, size = Segmenter(loaded, device), loaded.preprocess.size[0]
-        self.layers, self.seed = layers, seed
+        self.seed = seed
         drawn = list(EmbeddedImages(check_integer("images", images, low=1), seed, size))
-        batches = ImageBatches(drawn, loaded.preprocess, batch_size, workers=0)
+        batches = ImageBatches(drawn, loaded.preprocess, BATCH_SIZE, workers=0)
         # Images on the device, their labels and objects, and the outputs of the full model.
         self.batches: list[tuple[Tensor, Sequence[int | None], Tensor, Tensor]] = []
         with torch.inference_mode():
@@ -157,7 +148,7 @@ class Comparison:
                     f"{', '.join(RULES)} and leaves from {', '.join(map(str, LEAVES))}"
                 )
             first = RULES[name][LEAVES.index(share)]
-            method = match_method(name, first, share, self._leaf_percent, LEAF_TOLERANCE)
+            method = match_method(name, self._leaf_percent, first, share, LEAF_TOLERANCE)
             outcomes[method] = self.measure(method)
         baseline = next((o for m, o in outcomes.items() if family(m) == BASELINE_RULE), None)
         return [
@@ -173,7 +164,7 @@ class Comparison:
         for name in names:
             # Shares of tokens kept that all policies accept.
             tolerance = COST_TOLERANCE * target
-            method = match_method(name, 0.9, target, self._gflops, tolerance, (0.5, 1.0))
+            method = match_method(name, self._gflops, 0.9, target, tolerance, (0.5, 1.0))
             cost = {"gflops": self._gflops(method), "baseline": baseline}
             rows.append(self.row(method, self.measure(method), first) | cost)
         return rows
@@ -214,7 +205,7 @@ class Comparison:
         model = self.subject.model.model
         with self._applied(method), observed_trees(model) as trees:
             model(self.matching)
-        return 100 * float(trees.columns()["leaf_ratio"].mean())
+        return 100 * float(trees()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
         with self._applied(method):
@@ -222,29 +213,19 @@ class Comparison:
 
     def _applied(self, method: str) -> AbstractContextManager[ModelMethod]:
         """Apply a method so that the masks are on the full grid."""
-        return applied(self.subject.model.model, method, self.layers, self.seed, dense=True)
+        return applied(self.subject.model.model, method, LAYERS, self.seed, dense=True)
 
 
-def match_method(
-    name: str,
-    first: float,
-    target: float,
-    measure: Callable[[str], float],
-    tolerance: float,
-    limits: tuple[float, float] = (0.0, float("inf")),
-) -> str:
+def match_method(name: str, measure: Callable[[str], float], first: float, *search: Any) -> str:
     """Return a method with the value at which a measure of it has a target; see `match_value`."""
-
-    def method(value: float) -> str:
-        return f"{name}:{value:.4g}"
-
-    return method(match_value(first, target, lambda v: measure(method(v)), tolerance, limits))
+    value = match_value(lambda value: measure(f"{name}:{value:.4g}"), first, *search)
+    return f"{name}:{value:.4g}"
 
 
 def match_value(
+    measure: Callable[[float], float],
     first: float,
     target: float,
-    measure: Callable[[float], float],
     tolerance: float,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> float:
@@ -254,9 +235,9 @@ def match_value(
     factors of four and then halves it on a logarithmic scale, at most 24 measurements.
 
     Args:
+        measure: Measures a value.
         first: Where the search begins, above 0.
         target: Of the measure.
-        measure: Measures a value.
         tolerance: Accepted distance from the target.
         limits: The smallest and the largest value that may be tried.
 
@@ -264,7 +245,7 @@ def match_value(
         The value with the measure nearest to the target.
 
     Example:
-        >>> round(match_value(1.0, 9.0, lambda x: x * x, 0.01), 2)
+        >>> round(match_value(lambda x: x * x, 1.0, 9.0, 0.01), 2)
         3.0
     """
     tried = {first: measure(first)}

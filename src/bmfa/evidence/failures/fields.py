@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.painting import UniformGenerator
 
 SIDE = 16  # tokens along a side
 _STREAM = 3  # third part of the random key; the drawn images have others

@@ -20,7 +20,7 @@ from bmfa.evidence.bench.methods import missed_targets_ignored
 from bmfa.evidence.images.thumbnails import square_uri
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.metrics import compare, mask_iou, mean_percent
-from bmfa.evidence.model_methods import Layers, copy_sharing_weights
+from bmfa.evidence.model_methods import copy_sharing_weights
 from bmfa.evidence.runner.loop import Segmenter
 from bmfa.models import LoadedModel, patch, summary
 from bmfa.models.embedded.model import PATCH_SIZE
@@ -55,7 +55,6 @@ def run(
     side: int = SIDE,
     images: int = IMAGES,
     shown: int = SHOWN,
-    layers: Layers = "all",
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
@@ -67,7 +66,6 @@ def run(
         side: Tokens along a side of the images.
         images: Number of images.
         shown: Number of images whose masks are in the record, at equal distances.
-        layers: Layers that are patched.
         seed: Seed of the images.
         device: Device of the models.
 
@@ -90,7 +88,7 @@ def run(
     subjects = {FULL: TimedModel(model, device)}
     for error in errors:
         subjects[f"error:{error:g}"] = timed = TimedModel(model, device)
-        patch(timed.model.model, error=check_number("error", error, low=0.0), layers=layers)
+        patch(timed.model.model, error=check_number("error", error, low=0.0))
     preprocess = model.preprocess.override(img_size=side * PATCH_SIZE)
     drawn = list(EmbeddedImages(images, seed, side * PATCH_SIZE))
     # What every model gives on every image.
@@ -116,7 +114,7 @@ def run(
         "side": side,
         "tokens": side * side,
         "images": images,
-        "layers": layers,
+        "layers": "all",
         "seed": seed,
         "protocol": PROTOCOL,
     }

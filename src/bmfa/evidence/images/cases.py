@@ -1,6 +1,5 @@
 """Qualitative cases: the paper's four objects, and two blocks of one image, with their trees."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -50,9 +49,7 @@ def run(
     *,
     dataset: str,
     mode: Mode = "image-edge",
-    methods: Sequence[str] = METHODS,
     images: bool = True,
-    settings: ProbeSettings | None = None,
     limit: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
@@ -67,9 +64,7 @@ def run(
         source: Annotated images.
         dataset: `"coco"`, `"lvis"` or `"embedded"`.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
-        methods: Names of rules.
         images: False to leave the images themselves out of the record.
-        settings: Grid and image size.
         limit: Number of instances to choose from.
         workers: Worker processes; 1 builds the grids in this process.
         progress: Called with the images done and their number.
@@ -83,13 +78,12 @@ def run(
 
     Example:
         >>> from bmfa.data import EmbeddedObjects
-        >>> record = run(EmbeddedObjects(poses=4), dataset="embedded", methods=["gamma:0.004"])
-        >>> [row["title"] for row in record.rows]
+        >>> record = run(EmbeddedObjects(poses=4), dataset="embedded")
+        >>> [row["title"] for row in record.rows[::2]]
         ['kite', 'person', 'book', 'spoon']
     """
-    settings = settings or ProbeSettings()
-    rules = {name: parse(name, seed) for name in methods}
-    check_probe(dataset, mode, methods, settings, seed)
+    settings = ProbeSettings()
+    check_probe(dataset, mode, METHODS, settings, seed)
     tally = Tally()
     probes = _read_probes(source, settings, tally, limit=limit, workers=workers, progress=progress)
     scores = read_scores([probes], mode)
@@ -101,9 +95,8 @@ def run(
             "annotations that have one of these categories"
         )
     indices = list(chosen.values())
-    trees = {
-        name: screen(scores[indices], _grid(probes), rule, tau=TAU) for name, rule in rules.items()
-    }
+    rules = {name: parse(name, seed) for name in METHODS}
+    trees = {name: screen(scores[indices], _grid(probes), r, tau=TAU) for name, r in rules.items()}
     rows: list[Row] = []
     for number, (category, index) in enumerate(chosen.items()):
         case: Row = {"dataset": dataset, "title": category, "category": category}
@@ -118,7 +111,7 @@ def run(
     recorded = {
         "dataset": dataset,
         "mode": mode,
-        "methods": list(rules),
+        "methods": list(METHODS),
         **asdict(settings),
         "tau": TAU,
         "limit": limit,
@@ -187,13 +180,10 @@ def _read_probes(
     blocks = list(probe_blocks(source, settings, tally=tally, **options))
     check_any_instances(sum(map(len, blocks)), tally)
 
-    def join(values: list[Any]) -> Any:
-        if isinstance(values[0], np.ndarray):
-            return np.concatenate(values)
-        return tuple(one for value in values for one in value)
-
     names = ProbeBlock.__dataclass_fields__
-    return ProbeBlock(*(join([getattr(block, name) for block in blocks]) for name in names))
+    columns = ([getattr(block, name) for block in blocks] for name in names)
+    joined: list[Any] = [np.concatenate(column) for column in columns]
+    return ProbeBlock(*joined)
 
 
 # Columns that are measured for every instance, with their names in the ranges of a category.

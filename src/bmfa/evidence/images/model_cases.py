@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +20,13 @@ METHODS = ("quadrant-gap:0.8", "gamma:0.05", "optimal:0.002")
 # The failure case is the worst image of the paper's algorithm at about 15 % leaves.
 FAILING_METHOD = "gamma:0.05"
 IMAGE_BYTES = 7000
+BATCH_SIZE = 25
 
 
 def run(
     model: LoadedModel,
     *,
     count: int = 100,
-    layers: str = "last-4",
-    batch_size: int = 25,
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
@@ -37,8 +35,6 @@ def run(
     Args:
         model: The embedded model.
         count: Number of images to choose from, at least 4.
-        layers: Layers that are screened for the predicted class.
-        batch_size: Images in a batch.
         seed: Seed of the images.
         device: Device of the model.
 
@@ -50,14 +46,13 @@ def run(
     """
     check_integer("count", count, low=4)
     drawn = [draw_badge(seed, index) for index in range(count)]
-    moved = _output_kl(model, drawn, layers, batch_size, device)
+    moved = _output_kl(model, drawn, device)
     chosen = _choose(drawn, moved)
     shown = []
     for title, index in chosen.items():
         pixels, label, _ = drawn[index]
         shown.append(LabelledImage(f"{title}: {BADGE_CLASSES[label]}", pixels, label))
-    options: dict[str, Any] = {"layers": layers, "image_bytes": IMAGE_BYTES}
-    record = images.run(model, shown, METHODS, **options, seed=seed, device=device)
+    record = images.run(model, shown, METHODS, image_bytes=IMAGE_BYTES, seed=seed, device=device)
     choice = {"chosen_from": count, "failure": f"the output that {FAILING_METHOD} moves most"}
     return replace(record, settings={**record.settings, **choice, "command": "bmfa report"})
 
@@ -77,17 +72,15 @@ def _choose(drawn: list[BadgeImage], moved: Tensor) -> dict[str, int]:
     return {title: chosen[title] for title in (*list(wanted)[1:], "Failure")}
 
 
-def _output_kl(
-    model: LoadedModel, drawn: list[BadgeImage], layers: str, batch_size: int, device: str
-) -> Tensor:
+def _output_kl(model: LoadedModel, drawn: list[BadgeImage], device: str) -> Tensor:
     """Return (count,) KL of the outputs between the full model and `FAILING_METHOD`."""
     unpatch(model.model).to(device)
     pixels = model.preprocess.batch([one.pixels for one in drawn])
     parts = []
     with torch.inference_mode():
-        for batch in torch.split(pixels, batch_size):
+        for batch in torch.split(pixels, BATCH_SIZE):
             full = model.logits(batch.to(device))
-            with applied(model.model, FAILING_METHOD, layers):
+            with applied(model.model, FAILING_METHOD, images.LAYERS):
                 parts.append(output_kl(full, model.logits(batch.to(device))).cpu())
     return torch.cat(parts)
 

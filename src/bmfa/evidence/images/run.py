@@ -21,6 +21,7 @@ from bmfa.trees.tree import Tree
 
 DEFAULT_METHODS = ("optimal:0.002",)
 CLASS_TOKEN = "class"
+LAYERS = "last-4"  # screened for the predicted class
 IMAGE_BYTES = 40_000
 DIGITS = 7  # decimals of scores and attention in rows
 PROTOCOL = (
@@ -59,7 +60,7 @@ def run(
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     view: View | None = None,
-    layers: Layers = "last-4",
+    layers: Layers = LAYERS,
     image_bytes: int = IMAGE_BYTES,
     seed: int = 0,
     device: str = "cpu",
@@ -96,7 +97,8 @@ def run(
         parse(method, seed)
     depth = len(find_vision_transformer(model.model).attentions)
     layer_indices(layers, depth)
-    view = replace(view, layer=_layer(view.layer, depth))
+    layer = depth - 1 if view.layer is None else view.layer
+    view = replace(view, layer=_check_index("layer", layer, depth, "the model"))
     unpatch(model.model).to(device)
     rows: list[Row] = []
     with torch.inference_mode():
@@ -159,9 +161,7 @@ def _head(head: int | None, q: Tensor, k: Tensor, call: LayerInputs) -> int:
     if head is None:
         scores = (q @ k.transpose(-2, -1))[:, 0]  # (heads, prefix + N)
         return int(gap(scores[:, call.prefix :]).argmax())
-    if not 0 <= head < len(q):
-        raise ValueError(f"head is {head}; layer {call.layer} has heads 0 to {len(q) - 1}")
-    return head
+    return _check_index("head", head, len(q), f"layer {call.layer}")
 
 
 def _attention(q: Tensor, keys: Tensor, prefix: int, tree: Tree) -> Row:
@@ -194,12 +194,10 @@ def _attention(q: Tensor, keys: Tensor, prefix: int, tree: Tree) -> Row:
     }
 
 
-def _layer(layer: int | None, depth: int) -> int:
-    if layer is None:
-        return depth - 1
-    if not 0 <= layer < depth:
-        raise ValueError(f"layer is {layer}; the model has layers 0 to {depth - 1}")
-    return layer
+def _check_index(name: str, index: int, count: int, owner: str) -> int:
+    if not 0 <= index < count:
+        raise ValueError(f"{name} is {index}; {owner} has {name}s 0 to {count - 1}")
+    return index
 
 
 def _query_index(view: View, call: LayerInputs) -> int:

@@ -41,11 +41,8 @@ def gap_row(
     """
     gap, split = estimate.gap[instances], estimate.root_split
     quantiles = quantile(gap, torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
-    is_quadtree = not is_kind(method, "summary") and parse(method).layout(grid) is quadtree_layout(
-        grid
-    )
     unsplit = None
-    if is_quadtree and split is not None:
+    if not is_kind(method, "summary") and parse(method).layout(grid) is quadtree_layout(grid):
         unsplit = 100 * float((~split[instances]).double().mean())
     return {
         "instances": len(gap),

@@ -18,7 +18,7 @@ from bmfa.checks import check_integer
 from bmfa.data import InstanceFiles, ProbeBlock, ProbeSettings, Tally
 from bmfa.data.coco import FILE_FAULTS, MISSING_IMAGE
 from bmfa.data.instances import SIZES, InstanceSource
-from bmfa.data.probes import PART_IMAGES, Mode, probe_parts, split_images
+from bmfa.data.probes import Mode, probe_parts, split_images
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.probes import measure
 from bmfa.evidence.runner import Progress
@@ -82,7 +82,7 @@ def run(
     names = check_probe(dataset, mode, methods, settings, seed)
     check_integer("workers", workers, low=1)
     limit = None if limit is None else check_integer("limit", limit, low=1)
-    parts = split_images(source, PART_IMAGES)
+    parts = split_images(source)
 
     def compute(numbers: Sequence[int]) -> Iterator[Part]:
         mine = [parts[number] for number in numbers]

@@ -1,10 +1,11 @@
 """The measurement loop: every method on the same images, compared with the full model."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,13 @@ class Subject:
         if amp and dtype not in (None, "float32"):
             raise ValueError(f"amp and dtype {dtype} are given; pass one of them")
         self.device, self.amp, self.dtype = torch.device(device), amp, parse_dtype(dtype)
-        _check_bfloat16(self.device, amp or dtype == "bfloat16")
+        unsafe = (amp or dtype == "bfloat16") and self.device.type == "cpu"
+        # oneDNN would kill the process: it uses an AMX that is advertised but not granted.
+        if unsafe and "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_refused():
+            raise ValueError(
+                "bfloat16 products are unsafe here: AMX is advertised but refused; "
+                "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
+            )
         unpatch(model.model)
         if self.dtype is not None:
             # The caller's model keeps its own dtype.
@@ -86,7 +93,7 @@ class Subject:
         """
         with observed_trees(self.model.model, errors) as trees:
             logits = self.finite_logits(pixels, name)
-        return compare(full, logits, labels) | trees.columns()
+        return compare(full, logits, labels) | trees()
 
     def sums(self, batch: Batch, cases: Mapping[str, Case], seed: int, errors: bool) -> Part:
         """Return the sums of every case over a batch; random rules draw for each image alone."""
@@ -95,8 +102,7 @@ class Subject:
         _check_labels(labels, full.shape[-1])
         found = {FULL: _sum(compare(full, full, labels), labels)}
         for key, (name, layers) in cases.items():
-            alone = parse(name).random
-            parts = []
+            alone, parts = parse(name).random, []
             for start in range(0, len(labels), 1 if alone else len(labels)):
                 some = slice(start, start + 1 if alone else None)
                 own_seed = seed + batch.indices[start] * alone
@@ -173,36 +179,25 @@ def measure_images(
     return total["sums"], image_settings(batches, total["skipped"])
 
 
-@dataclass(eq=False)
-class ScreenedTrees:
-    """What the trees of screened layers were, call by call."""
-
-    leaf_ratios: list[Tensor] = field(default_factory=list)  # (B,) for every call of a layer
-    errors: list[Tensor] = field(default_factory=list)
-
-    def columns(self) -> Columns:
-        """Return means over the layers of one forward pass."""
-        found = {"leaf_ratio": self.leaf_ratios, "attention_kl": self.errors}
-        return {name: torch.stack(parts).mean(0) for name, parts in found.items() if parts}
-
-
 @contextmanager
-def observed_trees(model: nn.Module, errors: bool = False) -> Iterator[ScreenedTrees]:
-    """Observe the trees of the layers that run inside the block, their errors E only if asked to."""
-    trees = ScreenedTrees()
+def observed_trees(model: nn.Module, errors: bool = False) -> Iterator[Callable[[], Columns]]:
+    """Observe the trees of the layers that run inside the block, their errors E only if asked to.
 
-    def each_image(values: Tensor) -> Tensor:  # means of (B, heads, queries)
-        return values.double().flatten(1).mean(1)
+    The function that it yields returns means over the layers of one forward pass.
+    """
+    found: dict[str, list[Tensor]] = defaultdict(list)  # (B,) for every call of a layer
 
     def keep(inputs: LayerInputs, screened: Screened) -> None:
-        trees.leaf_ratios.append(each_image(screened.tree.leaf_ratio))
+        values = {"leaf_ratio": screened.tree.leaf_ratio}  # (B, heads, queries)
         if errors:
             recording = Recording()
             recording(inputs, screened)
-            trees.errors.append(each_image(recording[inputs.layer].errors[0]))
+            values["attention_kl"] = recording[inputs.layer].errors[0]
+        for name, value in values.items():
+            found[name].append(value.double().flatten(1).mean(1))
 
     with observe(model, keep):
-        yield trees
+        yield lambda: {name: torch.stack(parts).mean(0) for name, parts in found.items()}
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
@@ -224,14 +219,4 @@ def _check_labels(labels: Sequence[int | None], classes: int) -> None:
         raise ValueError(
             f"an image has class {beyond}, and the model {classes} classes; "
             "pass the model of these images, or labels in its order"
-        )
-
-
-def _check_bfloat16(device: torch.device, bfloat16: bool) -> None:
-    """Raise if oneDNN would kill the process: it uses an AMX that is advertised but not granted."""
-    unsafe = bfloat16 and device.type == "cpu" and "ONEDNN_MAX_CPU_ISA" not in os.environ
-    if unsafe and amx_refused():
-        raise ValueError(
-            "bfloat16 products are unsafe here: AMX is advertised but refused; "
-            "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
         )

@@ -142,16 +142,15 @@ class PartFile:
         for name, ours in self.header.items():
             if header.get(name) != ours:
                 raise ValueError(
-                    f"{self.path} belongs to another run: {name} was {_shorten(header.get(name))} and "
-                    f"is {_shorten(ours)}; pass the settings it was made with, or another --resume file"
+                    f"{self.path} belongs to another run: {name} was "
+                    f"{json.dumps(header.get(name))[:60]} and is {json.dumps(ours)[:60]}; pass the "
+                    "settings it was made with, or another --resume file"
                 )
         parts: dict[int, Part] = {}
         for line in lines:
-            fields: list[Any] = line if isinstance(line, list) and len(line) == 3 else [None] * 3
-            number, part, fingerprint = fields
-            if fingerprint != digest([number, part]):
-                raise self._unusable(f"part {number} does not match its fingerprint")
-            parts[number] = part
+            if not isinstance(line, list) or line[2:] != [digest(line[:2])]:
+                raise self._unusable(f"part {line[:1]} does not match its fingerprint")
+            parts[line[0]] = line[1]
         if torn:
             os.truncate(self.path, len(whole) + 1)
         return parts
@@ -187,11 +186,6 @@ def weights_digest(model: nn.Module) -> str:
         total.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
         total.update(values.flatten().view(torch.uint8).numpy() if values.numel() else b"")
     return total.hexdigest()[:16]
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def rank() -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ ADVANTAGES = tuple(step / 10 for step in range(91))
 PLACEMENTS = ("corner", "shifted-1-1", "shifted-4-4", "centred", "scattered")
 SCATTER_SEEDS = 200
 CURVE_CELLS = (4, 1)
+GALLERY_MINORITY = 4, 6.0  # tokens, and their score above the majority
 GALLERY_METHODS = ("block-mean", "gamma:0.005", "optimal:0.001")
 
 
@@ -151,27 +153,23 @@ def _summary(found: Estimate) -> Row:
     }
 
 
-def failure_curve(
-    methods: Sequence[str] = DEFAULT_METHODS, cells: Sequence[int] = CURVE_CELLS, seed: int = 0
-) -> Record:
+def failure_curve(methods: Sequence[str] = DEFAULT_METHODS, seed: int = 0) -> Record:
     """Sweep the advantage of a minority in the corner through the critical point.
 
     Args:
         methods: Names of summaries and rules.
-        cells: Sizes of the minority in tokens.
         seed: Seed of random rules.
 
     Returns:
         A record of one row for each size, method and advantage.
 
     Example:
-        >>> record = failure_curve(["block-mean"], [4])
+        >>> record = failure_curve(["block-mean"])
         >>> record.rows[0]["delta"], record.rows[0]["gap"]
         (0.0, 0.0)
     """
     rows: list[Row] = []
-    for count in cells:
-        check_integer("cells", count, low=1, high=GRID.size - 1)
+    for count in CURVE_CELLS:
         advantage = torch.tensor(ADVANTAGES, dtype=torch.float64)
         scores = advantage[:, None] * torch.from_numpy(corner_mask(count).ravel())
         mass = energy.minority_mass(count / GRID.size, advantage)
@@ -185,52 +183,39 @@ def failure_curve(
     return Record("failure-curve", {"grid": [SIDE, SIDE], "tau": 1.0, "placement": "corner"}, rows)
 
 
-def gallery(
-    placements: Sequence[str] = ("corner", "centred"),
-    methods: Sequence[str] = GALLERY_METHODS,
-    *,
-    cells: int = 4,
-    advantage: float = 6.0,
-    seed: int = 0,
-) -> Record:
-    """Record scores and trees of one minority in several placements, to draw them.
+def gallery(seed: int = 0) -> Record:
+    """Record scores and trees of one minority in the corner and in the centre, to draw them.
 
     Args:
-        placements: Names of `PLACEMENTS`.
-        methods: Names of summaries and rules.
-        cells: Size of the minority in tokens.
-        advantage: Score of the minority above the majority.
         seed: Seed of random rules.
 
     Returns:
         A record of one row for each placement and method.
 
     Example:
-        >>> [row["title"] for row in gallery(["corner"], ["block-mean"]).rows]
-        ['corner, block-mean']
+        >>> [row["title"] for row in gallery().rows][:2]
+        ['corner, block-mean', 'corner, gamma:0.005']
     """
-    alpha = cells / GRID.size
+    cells, advantage = GALLERY_MINORITY
     rows: list[Row] = []
-    for placement in placements:
-        scores = torch.from_numpy(advantage * masks(placement, cells, seed, 1).reshape(1, -1))
-        for method in methods:
-            found = estimate(method, scores, GRID, max_depth=4, seed=seed)
-            boxes = (
-                [[0, 0, SIDE, SIDE]] if found.tree is None else found.tree.leaf_boxes[0].tolist()
-            )
-            rows.append(
-                {
-                    "title": f"{placement}, {method}",
-                    "method": method,
-                    "placement": placement,
-                    "height": SIDE,
-                    "width": SIDE,
-                    "scores": scores[0].tolist(),
-                    "boxes": boxes,
-                    "gap": float(found.gap[0]),
-                    "leaf_percent": float(found.leaf_percent[0]),
-                    "minority_area_percent": 100 * alpha,
-                    "gibbs_mass_percent": 100 * float(energy.minority_mass(alpha, advantage)),
-                }
-            )
+    for placement, method in product(("corner", "centred"), GALLERY_METHODS):
+        scores = torch.from_numpy(advantage * masks(placement, cells).reshape(1, -1))
+        found = estimate(method, scores, GRID, max_depth=4, seed=seed)
+        whole = [[0, 0, SIDE, SIDE]]
+        rows.append(
+            {
+                "title": f"{placement}, {method}",
+                "method": method,
+                "placement": placement,
+                "height": SIDE,
+                "width": SIDE,
+                "scores": scores[0].tolist(),
+                "boxes": whole if found.tree is None else found.tree.leaf_boxes[0].tolist(),
+                "gap": float(found.gap[0]),
+                "leaf_percent": float(found.leaf_percent[0]),
+                "minority_area_percent": 100 * cells / GRID.size,
+                "gibbs_mass_percent": 100
+                * float(energy.minority_mass(cells / GRID.size, advantage)),
+            }
+        )
     return Record("gallery", {"cells": cells, "advantage": advantage, "tau": 1.0}, rows)
