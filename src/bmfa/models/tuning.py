@@ -4,11 +4,10 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from bmfa.attention.api import screened_attention
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.models.families import VisionTransformer, find_vision_transformer
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.image_sample import sample_images
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
@@ -30,7 +29,7 @@ from bmfa.models.patching import (
 )
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem
+from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, with_setting
 from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize, time_alternating
 
@@ -126,24 +125,22 @@ def tune(
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
-    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
-    module, vit, _, sample, _ = parts
-    if vit.not_tunable:
+    tuner = AttentionTuner(model, images, options, batch_size, limit, seed)
+    if tuner.vit.not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
-            "bmfa.patch"
+            f"{type(tuner.model).__name__} is not supported by tune: {tuner.vit.not_tunable}; pass "
+            "error= to bmfa.patch"
         )
-    indices, calibrating = layer_indices(layers, len(vit.attentions)), len(sample["calibration"])
-    if batch_size > calibrating:
+    if batch_size > (calibrating := len(tuner.images["calibration"])):
         raise ValueError(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
             f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = len(indices) * len(errors) + 4  # measurements of layers, and of the model
-    with running(module, progress, total, " steps") as advance, warnings.catch_warnings():
+    indices = layer_indices(layers, len(tuner.vit.attentions))
+    steps = len(indices) * len(errors) + 4  # measurements of layers, and of the model
+    with tuner.running(progress, steps), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        tuner = _AttentionTuner(*parts, advance, found, tolerance, errors, repeats)
-        plan = tuner.make_plan(indices, seed)
+        plan = tuner.make_plan(found, tolerance, errors, indices, repeats)
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
@@ -154,28 +151,47 @@ def tune(
     return plan
 
 
-@dataclass(eq=False)
 class Tuner:
-    """Runs a model with settings of its layers on images, inside of `running(model, ...)`.
+    """Runs a model with settings of its layers on images.
 
     Args:
-        model: The model.
-        vit: Its parts.
-        options: Keyword arguments of every call.
-        images: (n, 3, height, width) "calibration", "validation" and "test" images.
+        model: The model, or what `load_model` returns.
+        images: As in `tune`, or (n, 3, height, width) "calibration", "validation" and "test" images.
+        options: As in `tune`, like the others.
         batch_size: The number of images in a call.
-        advance: Counts a measurement.
-        references: What the unchanged model returns, by the outputs of a measure and the name of the
-            images.
+        limit: The number of images; None is `usual`, and at least two batches.
+        seed: Seed of their order.
     """
 
-    model: nn.Module
-    vit: VisionTransformer
-    options: Mapping[str, Any]
-    images: Mapping[str, Tensor]
-    batch_size: int
-    advance: Callable[[], object]
-    references: dict[Any, list[Any]] = field(default_factory=dict, init=False)
+    usual: ClassVar[Mapping[str, int]] = IMAGES  # by device
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        images: Any,
+        options: Mapping[str, Any] | None = None,
+        batch_size: int = 1,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = model.model if isinstance(model, LoadedModel) else model
+        self.vit = find_vision_transformer(self.model)
+        if is_patched(self.model):
+            raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
+        if options is None and isinstance(model, LoadedModel):
+            options = model.options
+        self.options = dict(options or {})
+        self.batch_size, self.seed = check_integer("batch_size", batch_size, low=1), seed
+        floating = (p for p in self.model.parameters() if p.is_floating_point())
+        self.parameter = next(floating, torch.empty(0))
+        if limit is None:
+            usual = self.usual.get(self.parameter.device.type, self.usual["cpu"])
+            limit = max(usual, 2 * batch_size)
+        given = isinstance(images, dict)
+        self.images = images if given else sample_images(images, model, limit, seed)
+        self.measured: dict[Any, float] = {}  # changes
+        self.references: dict[Any, list[Any]] = {}  # what the unchanged model returns
+        self.steps: Any = None
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -183,11 +199,19 @@ class Tuner:
         parts = self.images.items()
         return {name: torch.split(part, self.batch_size) for name, part in parts if len(part)}
 
+    @cached_property
+    def batch(self) -> Tensor:
+        """The first calibration images, in the dtype and on the device of the model."""
+        return self.place(self.batches["calibration"][0])
+
+    @property
+    def tested(self) -> str:
+        """The images that took no part in the choice; those of validation if there are none."""
+        return "test" if "test" in self.batches else "validation"
+
     def place(self, batch: Tensor) -> Tensor:
         """Return a batch in the dtype and on the device of the model."""
-        floating = (p for p in self.model.parameters() if p.is_floating_point())
-        parameter = next(floating, torch.empty(0))
-        return batch.to(parameter.device, parameter.dtype)
+        return batch.to(self.parameter.device, self.parameter.dtype)
 
     def install(self, chosen: Combination) -> None:
         """Change the model to a combination of settings; an empty one changes nothing."""
@@ -203,13 +227,19 @@ class Tuner:
             unpatch(self.model)
 
     def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        """Return the change of the output on images, which is one step."""
-        self.advance()
-        key = measure.outputs, images
-        if key not in self.references:
-            self.references[key] = list(self.outputs(measure, images))
-        pairs = zip(self.references[key], self.outputs(measure, images, chosen), strict=True)
-        changes = [measure.compare(reference, output) for reference, output in pairs]
+        """Return the change of the output on images; it is measured once, which is one step."""
+        key = measure, images, chosen
+        if key not in self.measured:
+            self.measured[key] = round_digits(self._change(measure, images, chosen), 6)
+            self.steps.update()
+        return self.measured[key]
+
+    def _change(self, measure: Measure, images: str, chosen: Combination) -> float:
+        reference = measure.outputs, images
+        if reference not in self.references:
+            self.references[reference] = list(self.outputs(measure, images))
+        pairs = zip(self.references[reference], self.outputs(measure, images, chosen), strict=True)
+        changes = [measure.compare(expected, output) for expected, output in pairs]
         mean = statistics.fmean(changes, weights=map(len, self.batches[images]))
         if not math.isfinite(mean) or mean < -ROUNDING:
             raise ValueError(
@@ -219,99 +249,112 @@ class Tuner:
             )
         return measure.change(max(mean, 0.0))
 
-    def common_fields(self, seed: int) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """Return the fields that plans of attention and of merging share."""
-        first = self.place(self.batches["calibration"][0])
         return {f"{name}_images": len(part) for name, part in self.images.items()} | {
             "model": ModelFingerprint.from_model(self.model),
-            "img_size": (int(first.shape[-2]), int(first.shape[-1])),
-            "seed": seed,
-            "environment": environment(str(first.device)),
+            "img_size": tuple(self.batch.shape[-2:]),
+            "seed": self.seed,
+            "environment": environment(str(self.batch.device)),
         }
 
+    @contextmanager
+    def running(self, progress: bool, total: int) -> Iterator[None]:
+        """Evaluate the model without gradients, and restore it however the block ends.
 
-@dataclass(eq=False)
-class _AttentionTuner(Tuner):
+        Args:
+            progress: Whether to show a bar on a terminal.
+            total: About how many steps there are.
+        """
+        from tqdm import tqdm
+
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
+        try:
+            with torch.no_grad(), tqdm(total=total, unit=" steps", **bar) as self.steps:
+                yield
+        finally:
+            unpatch(self.model)
+            for module in training:
+                module.training = True
+
+
+class AttentionTuner(Tuner):
     """One run of `tune` on a model."""
 
-    measure: Measure
-    tolerance: float
-    errors: Sequence[float]
-    repeats: int
-    times: dict[int, Mapping[float | None, float]] = field(default_factory=dict)  # by layer
-    grids: dict[int, Grid] = field(default_factory=dict)
-
-    def make_plan(self, layers: Sequence[int], seed: int) -> Plan:
+    def make_plan(
+        self,
+        measure: Measure,
+        tolerance: float,
+        errors: Sequence[float],
+        layers: Sequence[int],
+        repeats: int,
+    ) -> Plan:
+        """Calibrate, choose, validate and test; the arguments are those of `tune`, checked."""
         # What is not additive is ranked by features, and only checked by itself.
-        power = self.measure.power
-        additive = MEASURES["features"] if power is None else self.measure
-        depth = len(self.vit.attentions)
-        for measure in dict.fromkeys((additive, self.measure)):
-            self.check_deterministic(measure)
-        batch = self.place(self.batches["calibration"][0])
-        self.time_layers(batch)
+        additive = MEASURES["features"] if measure.power is None else measure
+        for one in dict.fromkeys((additive, measure)):
+            self.check_deterministic(one, tolerance)
+        times = self.time_layers(measure, errors, repeats)
+        dense: Combination = (None,) * len(times)
         candidates = []
-        for layer in range(depth):
-            dense = self.times[layer][None]
-            candidates.append(LayerSetting(layer, None, dense, 0.0))
-            for error in self.errors if layer in layers else ():
-                milliseconds, change = self.times[layer][error], None
-                if milliseconds < (1.0 - LEAST_GAIN) * dense:
-                    alone = tuple(error if index == layer else None for index in range(depth))
+        for layer, milliseconds in times.items():
+            candidates.append(LayerSetting(layer, None, milliseconds[None], 0.0))
+            for error in errors if layer in layers else ():
+                change = None
+                if milliseconds[error] < (1.0 - LEAST_GAIN) * milliseconds[None]:
+                    alone = with_setting(dense, layer, error)
                     change = self.change(additive, "calibration", alone)
-                candidates.append(LayerSetting(layer, error, milliseconds, change))
-        problem = SettingProblem(
-            candidates, additive.power or 1, partial(self.change, self.measure)
-        )
-        budget = sum(problem.costs.values()) if power is None else self.tolerance**power
-        search = Search(problem, self.tolerance, power, budget)
+                candidates.append(LayerSetting(layer, error, milliseconds[error], change))
+        problem = SettingProblem(candidates, additive.power or 1, partial(self.change, measure))
+        everything = sum(problem.costs.values())
+        budget = tolerance**measure.power if measure.power else everything
+        search = Search(problem, tolerance, measure.power, budget)
         chosen = search.run()
-        dense_ms, planned_ms = time_model(self, batch, chosen.settings)
+        dense_ms, planned_ms = time_model(self, self.batch, chosen.settings, repeats)
         if planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen = search.check(problem.dense)
-            planned_ms = dense_ms
+            chosen, planned_ms = search.check(dense), dense_ms
         measured = chosen.validation_change
-        if "test" in self.batches:
-            measured = self.change(self.measure, "test", chosen.settings)
-        saved = problem.price(problem.dense) - chosen.price
+        if self.tested == "test":
+            measured = self.change(measure, "test", chosen.settings)
+        saved = problem.price(dense) - chosen.price
         return Plan(
-            grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
-            batch_size=len(batch),
-            dtype=str(batch.dtype).removeprefix("torch."),
-            device=str(batch.device),
-            measure=self.measure.name,
-            tolerance=self.tolerance,
+            grids=tuple((grid.height, grid.width) for grid in self.grids),
+            batch_size=len(self.batch),
+            dtype=str(self.batch.dtype).removeprefix("torch."),
+            device=str(self.batch.device),
+            measure=measure.name,
+            tolerance=tolerance,
             candidates=tuple(candidates),
             measured_change=measured,
-            checks=tuple(replace(check, chosen=check is chosen) for check in search.checks),
+            checks=search.checks(chosen),
             dense_milliseconds=dense_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
             predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
             milliseconds=planned_ms,
-            **self.common_fields(seed),
+            **self.common_fields(),
         )
 
-    def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        return round_digits(super().change(measure, images, chosen), 6)
-
-    def check_deterministic(self, measure: Measure) -> None:
+    def check_deterministic(self, measure: Measure, tolerance: float) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
         change = self.change(measure, "calibration", ())
-        if change > self.tolerance:
+        if change > tolerance:
             raise ValueError(
                 f"the measure {measure.name!r} returned {change:g} for two runs of the unchanged model, "
-                f"above the tolerance of {self.tolerance:g}; it must be 0 for equal outputs "
+                f"above the tolerance of {tolerance:g}; it must be 0 for equal outputs "
                 "(return 1 - IoU rather than IoU), and the model must be deterministic"
             )
 
     def install(self, chosen: Combination) -> None:
         errors = {layer: error for layer, error in enumerate(chosen) if error is not None}
         if errors:
-            grids = [self.grids[layer] for layer in range(len(chosen))]
-            install_layers(self.model, self.vit, planned_options(errors), grids)
+            install_layers(self.model, self.vit, planned_options(errors), self.grids)
 
-    def time_layers(self, batch: Tensor) -> None:
+    def time_layers(
+        self, measure: Measure, errors: Sequence[float], repeats: int
+    ) -> dict[int, dict[float | None, float]]:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
@@ -320,29 +363,33 @@ class _AttentionTuner(Tuner):
 
         def note(inputs: LayerInputs, _: object) -> None:
             runs.add((inputs.layer, inputs.grid))
-            if inputs.layer not in self.times:
-                found = time_attention(inputs, self.errors, self.repeats)
-                self.times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
+            if inputs.layer not in times:
+                found = time_attention(inputs, errors, repeats)
+                times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
 
         runs: set[tuple[int, Grid]] = set()
+        times: dict[int, dict[float | None, float]] = {}
         patch(self.model, error=0.0)
         try:
             with observe(self.model, note):
-                self.measure.outputs(self.model, batch, self.options)
+                measure.outputs(self.model, self.batch, self.options)
         finally:
             unpatch(self.model)
-        self.grids = dict(runs)
         if sorted(layer for layer, _ in runs) != list(range(len(self.vit.attentions))):
             raise ValueError(
                 f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
                 "in each layer, all of which run in each pass; pass error= to bmfa.patch"
             )
+        self.grids = [grid for _, grid in sorted(runs, key=lambda run: run[0])]
+        return dict(sorted(times.items()))
 
 
-def time_model(tuner: _AttentionTuner, batch: Tensor, chosen: Combination) -> tuple[float, float]:
+def time_model(
+    tuner: Tuner, batch: Tensor, chosen: Combination, repeats: int
+) -> tuple[float, float]:
     """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
     samples: dict[Combination, list[float]] = {(): [], chosen: []}
-    for _ in range(tuner.repeats + 1):  # the first one warms up
+    for _ in range(repeats + 1):  # the first one warms up
         for combination, found in samples.items():
             tuner.install(combination)
             synchronize(batch.device)
@@ -372,40 +419,6 @@ def time_attention(
     return {error: medians[str(error)] / calls for error in (None, *errors)}
 
 
-def prepare(
-    model: nn.Module | LoadedModel,
-    images: Any,
-    options: Mapping[str, Any] | None,
-    usual: Mapping[str, int],
-    batch_size: int,
-    limit: int | None,
-    seed: int,
-) -> tuple[nn.Module, VisionTransformer, dict[str, Any], dict[str, Tensor], int]:
-    """Return the first arguments of a `Tuner`; raise if the model is patched.
-
-    Args:
-        model: As in `tune`, like the others.
-        images: The images.
-        options: Keyword arguments of every call.
-        usual: The number of images by device, where `limit` is None: at least two batches.
-        batch_size: The number of images in a call.
-        limit: The number of images to use.
-        seed: Seed of their order.
-
-    Returns:
-        The module, its parts, the keyword arguments of its calls, the images, their number in a call.
-    """
-    module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
-    vit = find_vision_transformer(module)
-    if is_patched(module):
-        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    least = 2 * check_integer("batch_size", batch_size, low=1)
-    limit = max(usual.get(device, usual["cpu"]), least) if limit is None else limit
-    options = dict(own if options is None else options)
-    return module, vit, options, sample_images(images, model, limit, seed), batch_size
-
-
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
     """Return a tolerance above 0, and at most 1 for features."""
     high = 1.0 if measure == "features" else math.inf
@@ -419,32 +432,3 @@ def _check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
     return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
-
-
-@contextmanager
-def running(
-    model: nn.Module, progress: bool, total: int, unit: str
-) -> Iterator[Callable[[], object]]:
-    """Evaluate a model without gradients, and restore it however the block ends.
-
-    Args:
-        model: The model.
-        progress: Whether to show a bar on a terminal.
-        total: About how many steps there are.
-        unit: Their name.
-
-    Yields:
-        A function that counts a step.
-    """
-    from tqdm import tqdm
-
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
-    try:
-        with torch.no_grad(), tqdm(total=total, unit=unit, **bar) as steps:
-            yield steps.update
-    finally:
-        unpatch(model)
-        for module in training:
-            module.training = True
