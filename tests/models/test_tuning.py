@@ -1,7 +1,9 @@
 """Tuning: the choice, its prediction, the checks on other images, and inputs that are refused."""
 
 import itertools
+import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 import bmfa
 from bmfa.models import embedded
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.image_sample import sample_images
+from bmfa.models.image_sample import divide, sample_images
 from bmfa.models.measures import MEASURES
 from bmfa.models.patching import install_layers, is_patched
-from bmfa.models.tuning import LEAST_GAIN
+from bmfa.models.tuning import LEAST_GAIN, AttentionTuner
+from bmfa.models.tuning_run import Run
 
 
 def change_of(model: nn.Module, images: Tensor, errors: dict[int, float]) -> float:
@@ -152,7 +155,7 @@ def test_images_come_from_tensors_lists_loaders_and_folders(tmp_path):
     loader = torch.utils.data.DataLoader
     dataset = torch.utils.data.TensorDataset(images, torch.zeros(4))
     found = [
-        sample_images(form, model, 4)
+        divide(sample_images(form, model, 4))
         for form in (
             images,
             list(images),
@@ -180,12 +183,11 @@ def test_images_come_from_tensors_lists_loaders_and_folders(tmp_path):
 def test_a_limit_draws_images_and_parts_have_half_a_quarter_and_a_quarter():
     images = torch.arange(9.0).view(9, 1, 1, 1).expand(9, 3, 2, 2)
     drawn = [
-        torch.cat(list(sample_images(images, nn.Identity(), 3, seed).values()))[:, 0, 0, 0].tolist()
-        for seed in (0, 0, 1)
+        sample_images(images, nn.Identity(), 3, seed)[:, 0, 0, 0].tolist() for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 3
     for count, sizes in ((2, [1, 1, 0]), (5, [3, 2, 0]), (6, [3, 2, 1]), (9, [5, 2, 2])):
-        assert [len(x) for x in sample_images(images[:count], nn.Identity(), 9).values()] == sizes
+        assert [len(part) for part in divide(images[:count]).values()] == sizes
 
 
 class Unknown(nn.Module):
@@ -239,7 +241,7 @@ def nan_after(calls: int):
 REFUSED = [
     ({"tolerance": 0}, "tolerance is 0"),
     ({"tolerance": math.nan}, "tolerance is nan"),
-    ({"tolerance": 5}, "it is a fraction of the output: 0.05 is 5 %"),
+    ({"tolerance": 5}, "tolerance is 5; pass a fraction: 0.03 is 3 %"),
     ({"tolerance": torch.tensor([0.1, 0.2])}, "tolerance is tensor"),
     ({"images": smooth_images(0)}, "images has 0 images; pass at least two"),
     ({"images": smooth_images(1)}, "at least two"),
@@ -294,3 +296,143 @@ def test_an_interrupted_run_leaves_the_model_as_it_was():
         assert [module.training for module in model.modules()] == training
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
         assert not any(module._forward_hooks for module in model.modules())
+
+
+def stopped_after(passes: int):
+    """Ctrl-C after some forward passes."""
+    left, advance = iter(range(passes)), Run.advance
+
+    def stop(run: Run, *args, **options) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        advance(run, *args, **options)
+
+    return mock.patch.object(Run, "advance", stop)
+
+
+def counted_passes():
+    return mock.patch.object(Run, "advance", autospec=True, side_effect=Run.advance)
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_plan_of_one_that_was_not(tmp_path):
+    model, file = small_model(), tmp_path / "new" / "plan.part"
+    for options in ({"images": smooth_images(8)}, {"measure": "logits", "batch_size": 2}):
+        with counted_passes() as counted:
+            expected = tuned(model, 0.05, **options)
+        found, stops = None, 0
+        while found is None:
+            try:
+                with stopped_after(10 // options.get("batch_size", 1)):
+                    found = tuned(model, 0.05, resume=file, **options)
+            except KeyboardInterrupt:
+                stops += 1
+            assert json.loads(file.read_text())["measured"] and not is_patched(model)
+            assert list(file.parent.iterdir()) == [file]
+        assert found == expected and stops > 1
+        with counted_passes() as again:  # another tolerance
+            loose = tuned(model, 0.06, resume=file, **options)
+        assert again.call_count < counted.call_count and loose == tuned(model, 0.06, **options)
+        for change, message in (
+            ({"seed": 1}, "belongs to another run: images was"),
+            ({"model": small_model(1)}, "belongs to another run: model was"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tuned(**{"model": model, "resume": file} | options | change)
+        file.write_text(file.read_text()[:-20])
+        with pytest.raises(ValueError, match="holds no usable measurements"):
+            tuned(model, resume=file, **options)
+        file.unlink()
+    reduction = {"agreement": 0.5, "progress": False}
+    expected = bmfa.tune_reduction(model, smooth_images(8), **reduction)
+    with stopped_after(9), pytest.raises(KeyboardInterrupt):
+        bmfa.tune_reduction(model, smooth_images(8), resume=file, **reduction)
+    assert bmfa.tune_reduction(model, smooth_images(8), resume=file, **reduction) == expected
+
+
+def test_minutes_buy_targets_then_images_and_the_plan_says_what_more_would_bring():
+    """A forward pass takes a second, and the clock stands still."""
+    model, errors, found = small_model(), (0.02, 0.03, 0.05, 0.1, 0.3), []
+    times = {layer: {None: 1.0} | dict.fromkeys(errors, 0.5) for layer in range(DEPTH)}
+    given = {"errors": errors, "images": smooth_images(24), "times": times, "tolerance": 0.05}
+
+    def plan_in(minutes: float):
+        with (
+            mock.patch.object(AttentionTuner, "time_pass", return_value=1.0),
+            mock.patch("bmfa.models.tuning_run.time.monotonic", return_value=0.0),
+            counted_passes() as counted,
+        ):
+            plan = tuned(model, minutes=minutes, repeats=1, limit=12, **given)
+        return plan, sum(call.args[1] if call.args[1:] else 1 for call in counted.call_args_list)
+
+    for minutes in (0.1, 1.0, 1.5, 2.0, 3.0, 60.0):
+        plan, passes = plan_in(minutes)
+        targets = {setting.error for setting in plan.candidates} - {None}
+        images = plan.calibration_images + plan.validation_images + plan.test_images
+        found.append((len(targets), images))
+        assert f"{minutes:g} minutes: {len(targets)} of 5 error targets on {images} images" in str(
+            plan
+        )
+        assert passes <= 60 * max(minutes, 1.0)
+        assert plan.validation_change <= 0.05
+    assert found[0] == (1, 6) and found[-1] == (5, 12) and found == sorted(found)
+    assert {5} < {targets for targets, _ in found} and {6} < {images for _, images in found}
+    efforts = [plan_in(minutes)[0].effort for minutes in (0.1, 1.0, 2.5, 60.0)]
+    for part, effort in zip(
+        (
+            "take longer; all targets",
+            "all targets, and a plan that",
+            "all 12 images",
+            "all there is",
+        ),
+        efforts,
+        strict=True,
+    ):
+        assert part in effort
+    with pytest.raises(ValueError, match="minutes is 0"):
+        tuned(model, minutes=0)
+
+
+class Bar:
+    """A bar of tqdm that remembers its phases, and how many passes were left at every step."""
+
+    def __init__(self, **options) -> None:
+        self.options, self.n, self.total = options, 0, 0
+        self.left: list[int] = []
+        self.phases: list[str] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+    def set_description(self, phase: str) -> None:
+        self.phases.append(phase)
+        self.left.append(self.total - self.n)
+
+    def update(self, passes: int) -> None:
+        self.n += passes
+        self.left.append(self.total - self.n)
+
+
+def test_phases_are_named_and_the_time_left_does_not_grow_threefold(monkeypatch):
+    bars: list[Bar] = []
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+    for tolerance, measure in (
+        (0.02, "features"),
+        (1.0, "features"),
+        (1e-9, "features"),
+        (0.1, "logits"),
+    ):
+        tuned(small_model(), tolerance, measure, images=smooth_images(8))
+        assert bars[-1].phases == [
+            *("check of the measure", "times of layers", "calibration"),
+            *("validation", "times of the model", "test"),
+        ]
+    for agreement in (0.5, 1.0):
+        bmfa.tune_reduction(small_model(), smooth_images(8), agreement=agreement)
+        assert bars[-1].phases == ["calibration", "validation", "test"]
+    for bar in bars:
+        assert all(later <= 3 * earlier for earlier, later in itertools.pairwise(bar.left))
+        lowest = itertools.accumulate(bar.left, min)
+        assert all(now <= 3 * least for now, least in zip(bar.left, lowest, strict=True))
+        assert bar.n >= 18 and bar.left[-1] >= 0

@@ -133,12 +133,14 @@ class Search:
         tolerance: The largest change.
         power: The power of the change that adds over layers, None if it is not known how changes add.
         budget: The first budget.
+        is_late: Returns True when step 1 is to end as soon as a combination holds.
     """
 
     problem: Problem
     tolerance: float
     power: int | None
     budget: float
+    is_late: Callable[[], bool] = lambda: False
     checked: dict[Combination, Check] = field(default_factory=dict)  # in order
     held: float = 0.0  # the largest cost that held
     failed: float = math.inf  # the least cost that failed
@@ -183,7 +185,8 @@ class Search:
         """Check combinations with budgets that follow from the checks before."""
         for _ in range(MOST_CHECKS):
             chosen, best = self.problem.choose(self.budget), self.best
-            if best is not None and self.problem.price(chosen) > (1 - LEAST_SAVING) * best.price:
+            least = math.inf if best is None else (1 - LEAST_SAVING) * best.price
+            if self.problem.price(chosen) > least or (best is not None and self.is_late()):
                 return
             if chosen in self.checked:
                 self.budget *= SHRINK

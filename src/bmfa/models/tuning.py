@@ -1,22 +1,26 @@
 """Choose a setting for each layer of a model on a person's images, within a tolerance."""
 
+import hashlib
 import math
+import os
 import statistics
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bmfa.attention.api import screened_attention
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_error, check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.image_sample import sample_images
+from bmfa.models.image_sample import LEAST_TESTED, divide, part_sizes, sample_images
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
@@ -30,8 +34,9 @@ from bmfa.models.patching import (
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, with_setting
+from bmfa.models.tuning_run import Run
 from bmfa.records import environment, round_digits
-from bmfa.timing import synchronize, time_alternating
+from bmfa.timing import time_alternating
 
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.3 to 2 leave the optimum at most that far from a setting. Each target
@@ -45,6 +50,10 @@ IMAGES = {"cuda": 32, "cpu": 8}
 LEAST_GAIN = 0.02
 # Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
 CUDA_CALLS = 8
+# Combinations that are expected to be validated; three to six usually are.
+EXPECTED_CHECKS = 6
+# With a budget of time, up to so many times the usual number of images are used.
+MORE_IMAGES = 4
 # A mean change of equal outputs may be this far below 0 by rounding.
 ROUNDING = 1e-6
 
@@ -60,8 +69,10 @@ def tune(
     options: Mapping[str, Any] | None = None,
     batch_size: int = 1,
     limit: int | None = None,
+    minutes: float | None = None,
     seed: int = 0,
     repeats: int = 5,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
@@ -99,10 +110,16 @@ def tune(
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call; times are of such a batch.
         limit: The number of images to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
-            are more.
+            are more; four times as many with `minutes`.
+        minutes: About how long to tune. The time of a forward pass tells how many error targets, and
+            then how many images, this is enough for, and `plan.effort` what more would bring. None takes
+            as long as all targets take.
         seed: Seed of which images are used, and which of them calibrate, validate and test.
         repeats: The number of times each call is timed; the median counts.
-        progress: True shows a progress bar on a terminal.
+        resume: A file of measurements to continue from, created if it does not exist. It is written
+            now and then, and when the call ends, also by an error or Ctrl-C. With another tolerance,
+            only the validation runs again.
+        progress: True shows a progress bar on a terminal or in a notebook.
 
     Returns:
         The plan.
@@ -111,7 +128,7 @@ def tune(
         TypeError: If the model is not supported, or an argument has a wrong type.
         ValueError: If an argument is out of range, there are fewer than two images, they cannot be
             read or differ in size, the model is patched, or the measure returns NaN or falls below
-            0. The model is unchanged.
+            0. The model is unchanged. Also if the file to resume from belongs to another run.
 
     Example:
         >>> import bmfa, torch
@@ -125,7 +142,10 @@ def tune(
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
-    tuner = AttentionTuner(model, images, options, batch_size, limit, seed)
+    if minutes is not None:
+        minutes = check_number("minutes", minutes, low=0.0, open_low=True)
+    more = 1 if minutes is None else MORE_IMAGES
+    tuner = AttentionTuner(model, images, options, batch_size, limit, seed, more)
     if tuner.vit.not_tunable:
         raise TypeError(
             f"{type(tuner.model).__name__} is not supported by tune: {tuner.vit.not_tunable}; pass "
@@ -137,10 +157,9 @@ def tune(
             f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
     indices = layer_indices(layers, len(tuner.vit.attentions))
-    steps = len(indices) * len(errors) + 4  # measurements of layers, and of the model
-    with tuner.running(progress, steps), warnings.catch_warnings():
+    with tuner.running(progress, resume, "attention"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        plan = tuner.make_plan(found, tolerance, errors, indices, repeats)
+        plan = tuner.make_plan(found, tolerance, errors, indices, repeats, minutes)
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
@@ -161,6 +180,7 @@ class Tuner:
         batch_size: The number of images in a call.
         limit: The number of images; None is `usual`, and at least two batches.
         seed: Seed of their order.
+        more: A factor of `usual`.
     """
 
     usual: ClassVar[Mapping[str, int]] = IMAGES  # by device
@@ -173,6 +193,7 @@ class Tuner:
         batch_size: int = 1,
         limit: int | None = None,
         seed: int = 0,
+        more: int = 1,
     ) -> None:
         self.model = model.model if isinstance(model, LoadedModel) else model
         self.vit = find_vision_transformer(self.model)
@@ -186,12 +207,10 @@ class Tuner:
         self.parameter = next(floating, torch.empty(0))
         if limit is None:
             usual = self.usual.get(self.parameter.device.type, self.usual["cpu"])
-            limit = max(usual, 2 * batch_size)
+            limit = max(more * usual, 2 * batch_size)
         given = isinstance(images, dict)
-        self.images = images if given else sample_images(images, model, limit, seed)
-        self.measured: dict[Any, float] = {}  # changes
+        self.images = images if given else divide(sample_images(images, model, limit, seed))
         self.references: dict[Any, list[Any]] = {}  # what the unchanged model returns
-        self.steps: Any = None
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -221,24 +240,24 @@ class Tuner:
         """Yield what a measure compares for each batch of images."""
         self.install(chosen)
         try:
-            for batch in self.batches[images]:
+            for done, batch in enumerate(self.batches[images], start=1):
                 yield measure.outputs(self.model, self.place(batch), self.options)
+                self.run.advance(ahead=len(self.batches[images]) - done)
         finally:
             unpatch(self.model)
 
     def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        """Return the change of the output on images; it is measured once, which is one step."""
-        key = measure, images, chosen
-        if key not in self.measured:
-            self.measured[key] = round_digits(self._change(measure, images, chosen), 6)
-            self.steps.update()
-        return self.measured[key]
+        """Return the change of the output on images, which is measured once."""
+        total = sum(map(len, self.images.values()))
+        key = f"{measure.name} of {images} of {total} images: {list(chosen)}"
+        found = partial(self._change, measure, images, chosen)
+        return float(self.run.once(key, found, len(self.batches[images])))
 
     def _change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        reference = measure.outputs, images
-        if reference not in self.references:
-            self.references[reference] = list(self.outputs(measure, images))
-        pairs = zip(self.references[reference], self.outputs(measure, images, chosen), strict=True)
+        key = measure, images
+        if key not in self.references:
+            self.references[key] = list(self.outputs(measure, images))
+        pairs = zip(self.references[key], self.outputs(measure, images, chosen), strict=True)
         changes = [measure.compare(expected, output) for expected, output in pairs]
         mean = statistics.fmean(changes, weights=map(len, self.batches[images]))
         if not math.isfinite(mean) or mean < -ROUNDING:
@@ -247,7 +266,7 @@ class Tuner:
                 "finite and grow with the change from 0, its value for equal outputs (return 1 - IoU "
                 "rather than IoU - 1), and the outputs of the model must be finite"
             )
-        return measure.change(max(mean, 0.0))
+        return round_digits(measure.change(max(mean, 0.0)), 6)
 
     def common_fields(self) -> dict[str, Any]:
         """Return the fields that plans of attention and of merging share."""
@@ -259,25 +278,46 @@ class Tuner:
         }
 
     @contextmanager
-    def running(self, progress: bool, total: int) -> Iterator[None]:
+    def running(
+        self, progress: bool, resume: str | os.PathLike[str] | None = None, kind: str = ""
+    ) -> Iterator[None]:
         """Evaluate the model without gradients, and restore it however the block ends.
 
         Args:
-            progress: Whether to show a bar on a terminal.
-            total: About how many steps there are.
+            progress: Whether to show a bar on a terminal or in a notebook.
+            resume: As in `tune`.
+            kind: What the plan is of, for the file.
         """
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         training = [module for module in self.model.modules() if module.training]
+        identity = {} if resume is None else self.identity(kind)
         self.model.eval()
-        bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
+        # The mean rate: passes take about equally long, and an estimate from the last ones jumps.
+        bar = tqdm(unit=" passes", leave=False, smoothing=0, disable=None if progress else True)
         try:
-            with torch.no_grad(), tqdm(total=total, unit=" steps", **bar) as self.steps:
-                yield
+            with torch.no_grad(), bar:
+                self.run = Run(bar, resume, identity)
+                try:
+                    yield
+                finally:
+                    self.run.save()
         finally:
             unpatch(self.model)
             for module in training:
                 module.training = True
+
+    def identity(self, kind: str) -> dict[str, Any]:
+        """Return what the measurements depend on, apart from their settings."""
+        pixels = torch.cat(list(self.images.values())).contiguous()
+        return {
+            "plan": kind,
+            "model": asdict(ModelFingerprint.from_model(self.model)),
+            "device": str(self.parameter.device),
+            "threads": torch.get_num_threads(),
+            "batch_size": self.batch_size,
+            "images": hashlib.sha256(pixels.view(torch.uint8).numpy()).hexdigest(),
+        }
 
 
 class AttentionTuner(Tuner):
@@ -290,32 +330,56 @@ class AttentionTuner(Tuner):
         errors: Sequence[float],
         layers: Sequence[int],
         repeats: int,
+        minutes: float | None = None,
     ) -> Plan:
         """Calibrate, choose, validate and test; the arguments are those of `tune`, checked."""
         # What is not additive is ranked by features, and only checked by itself.
         additive = MEASURES["features"] if measure.power is None else measure
-        for one in dict.fromkeys((additive, measure)):
+        measures = list(dict.fromkeys((additive, measure)))
+        expected, effort = partial(self.expected, len(layers), len(measures), repeats), ""
+        seconds = 0.0
+        if minutes is not None:
+            seconds = self.run.once("seconds of a forward pass", self.time_pass)
+            errors, effort = self.afford(errors, expected, seconds, 60 * minutes)
+        phases = expected(len(errors), sum(map(len, self.images.values())))
+        self.run.begin("check of the measure", phases)
+        for one in measures:
             self.check_deterministic(one, tolerance)
-        times = self.time_layers(measure, errors, repeats)
+        self.run.begin("times of layers", phases)
+        times = self.time_layers(measure, errors, repeats, phases["times of layers"])
         dense: Combination = (None,) * len(times)
-        candidates = []
-        for layer, milliseconds in times.items():
-            candidates.append(LayerSetting(layer, None, milliseconds[None], 0.0))
-            for error in errors if layer in layers else ():
-                change = None
-                if milliseconds[error] < (1.0 - LEAST_GAIN) * milliseconds[None]:
-                    alone = with_setting(dense, layer, error)
-                    change = self.change(additive, "calibration", alone)
-                candidates.append(LayerSetting(layer, error, milliseconds[error], change))
+        gaining = [
+            (layer, error)
+            for layer, error in product(layers, errors)
+            if times[layer][error] < (1.0 - LEAST_GAIN) * times[layer][None]
+        ]
+        phases["calibration"] = len(gaining) * len(self.batches["calibration"])
+        self.run.begin("calibration", phases)
+        changes: dict[Any, float] = {(layer, None): 0.0 for layer in times}
+        for layer, error in gaining:
+            alone = with_setting(dense, layer, error)
+            changes[layer, error] = self.change(additive, "calibration", alone)
+        candidates = [
+            LayerSetting(layer, error, milliseconds, changes.get((layer, error)))
+            for layer, found in times.items()
+            for error, milliseconds in found.items()
+            if error is None or layer in layers
+        ]
+        self.run.begin("validation", phases)
         problem = SettingProblem(candidates, additive.power or 1, partial(self.change, measure))
         everything = sum(problem.costs.values())
         budget = tolerance**measure.power if measure.power else everything
         search = Search(problem, tolerance, measure.power, budget)
+        if minutes is not None:
+            needed = seconds * (phases["times of the model"] + phases["test"])
+            search.is_late = lambda: self.run.seconds + needed > 60 * minutes
         chosen = search.run()
-        dense_ms, planned_ms = time_model(self, self.batch, chosen.settings, repeats)
-        if planned_ms >= dense_ms and any(chosen.settings):
+        self.run.begin("times of the model", phases)
+        dense_ms, exact_ms, planned_ms = time_model(self, self.batch, chosen.settings, repeats)
+        if planned_ms >= min(dense_ms, exact_ms) and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen, planned_ms = search.check(dense), dense_ms
+            chosen, planned_ms = search.check(dense), exact_ms
+        self.run.begin("test", phases)
         measured = chosen.validation_change
         if self.tested == "test":
             measured = self.change(measure, "test", chosen.settings)
@@ -331,11 +395,79 @@ class AttentionTuner(Tuner):
             measured_change=measured,
             checks=search.checks(chosen),
             dense_milliseconds=dense_ms,
+            exact_milliseconds=exact_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
-            predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
+            predicted_milliseconds=max(exact_ms - saved, 0.01 * exact_ms),
             milliseconds=planned_ms,
+            effort=effort,
             **self.common_fields(),
         )
+
+    def expected(
+        self, layers: int, measures: int, repeats: int, targets: int, images: int
+    ) -> dict[str, int]:
+        """Return about how many forward passes each phase takes, at most."""
+        calls = [math.ceil(size / self.batch_size) for size in part_sizes(images)]
+        calibration, validation, test = calls
+        return {
+            "check of the measure": 2 * measures * calibration,
+            # Attention is at most about half of a pass, and the tiles take less than dense attention.
+            "times of layers": 1 + (targets + 1) * (repeats + 1) // 2,
+            "calibration": layers * targets * calibration,
+            "validation": validation + EXPECTED_CHECKS * (calibration + validation),
+            "times of the model": 3 * (repeats + 1),
+            "test": 2 * test,
+        }
+
+    def time_pass(self) -> float:
+        """Return the seconds of a forward pass of the unchanged model."""
+        work = {"pass": partial(self.model, self.batch, **self.options)}
+        return time_alternating(work, 1, self.batch.device)["pass"] / 1e3
+
+    def afford(
+        self,
+        errors: Sequence[float],
+        expected: Callable[[int, int], Mapping[str, int]],
+        seconds: float,
+        budget: float,
+    ) -> tuple[list[float], str]:
+        """Take as many error targets, and then images, as a budget of time is enough for.
+
+        Args:
+            errors: All error targets.
+            expected: Returns the forward passes for a number of targets and of images.
+            seconds: The time of a pass.
+            budget: The seconds from the start of the run on.
+
+        Returns:
+            The targets, and a sentence that says what was taken and what more would bring.
+        """
+        images = torch.cat(list(self.images.values()))
+        least = min(len(images), max(LEAST_TESTED, 2 * self.batch_size))
+        levels = [(targets, least) for targets in range(1, len(errors) + 1)]
+        levels += [(len(errors), number) for number in range(least + 1, len(images) + 1)]
+        times = [seconds * sum(expected(*level).values()) for level in levels]
+        last = max([i for i, needed in enumerate(times) if needed <= budget], default=0)
+        targets, number = levels[last]
+        self.images = divide(images[:number])
+        effort = f"{targets} of {len(errors)} error targets on {number} images"
+        if times[last] > budget:
+            effort += ", the least, which take longer"
+        if targets < len(errors):
+            needed = times[len(errors) - 1] / 60
+            effort += (
+                f"; all targets, and a plan that may be faster, take about {needed:.2g} minutes"
+            )
+        elif number < len(images):
+            effort += (
+                f"; all {len(images)} images, which predict others better, take about "
+                f"{times[-1] / 60:.2g} minutes"
+            )
+        else:
+            effort += ", which is all there is"
+        # Spread evenly over the list, the middle one first.
+        spread = (round((i + 0.5) * len(errors) / targets - 0.5) for i in range(targets))
+        return [errors[index] for index in spread], f"{budget / 60:g} minutes: {effort}"
 
     def check_deterministic(self, measure: Measure, tolerance: float) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
@@ -347,25 +479,40 @@ class AttentionTuner(Tuner):
                 "(return 1 - IoU rather than IoU), and the model must be deterministic"
             )
 
-    def install(self, chosen: Combination) -> None:
+    def install(
+        self, chosen: Combination, model: nn.Module | None = None, *, exact: bool = False
+    ) -> None:
+        """Change the model, or a copy; with `exact`, dense layers are those of a patched model, too."""
+        model = self.model if model is None else model
         errors = {layer: error for layer, error in enumerate(chosen) if error is not None}
-        if errors:
-            install_layers(self.model, self.vit, planned_options(errors), self.grids)
+        options = {layer: {"error": 0.0} for layer in range(len(chosen)) if exact}
+        if options := options | planned_options(errors):
+            install_layers(model, find_vision_transformer(model), options, self.grids)
 
     def time_layers(
-        self, measure: Measure, errors: Sequence[float], repeats: int
+        self, measure: Measure, errors: Sequence[float], repeats: int, passes: int
     ) -> dict[int, dict[float | None, float]]:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
         it is faster than that of torch.
         """
+        depth = len(self.vit.attentions)
 
         def note(inputs: LayerInputs, _: object) -> None:
             runs.add((inputs.layer, inputs.grid))
-            if inputs.layer not in times:
+            if inputs.layer in times:
+                return
+            share = passes * (len(times) + 1) // depth - passes * len(times) // depth
+
+            def measure_layer() -> list[float]:
                 found = time_attention(inputs, errors, repeats)
-                times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
+                self.run.advance(share)
+                return [round_digits(found[error], 5) for error in (None, *errors)]
+
+            key = f"times of layer {inputs.layer}: {repeats} repeats, errors {list(errors)}"
+            milliseconds = self.run.once(key, measure_layer, share)
+            times[inputs.layer] = dict(zip((None, *errors), milliseconds, strict=True))
 
         runs: set[tuple[int, Grid]] = set()
         times: dict[int, dict[float | None, float]] = {}
@@ -375,7 +522,7 @@ class AttentionTuner(Tuner):
                 measure.outputs(self.model, self.batch, self.options)
         finally:
             unpatch(self.model)
-        if sorted(layer for layer, _ in runs) != list(range(len(self.vit.attentions))):
+        if sorted(layer for layer, _ in runs) != list(range(depth)):
             raise ValueError(
                 f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
                 "in each layer, all of which run in each pass; pass error= to bmfa.patch"
@@ -385,21 +532,45 @@ class AttentionTuner(Tuner):
 
 
 def time_model(
-    tuner: Tuner, batch: Tensor, chosen: Combination, repeats: int
-) -> tuple[float, float]:
-    """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
-    samples: dict[Combination, list[float]] = {(): [], chosen: []}
-    for _ in range(repeats + 1):  # the first one warms up
-        for combination, found in samples.items():
-            tuner.install(combination)
-            synchronize(batch.device)
-            start = time.perf_counter()
-            tuner.model(batch, **tuner.options)
-            synchronize(batch.device)
-            found.append(1e3 * (time.perf_counter() - start))
-            unpatch(tuner.model)
-    dense, planned = (round_digits(statistics.median(found[1:]), 5) for found in samples.values())
-    return dense, planned if any(chosen) else dense
+    tuner: AttentionTuner, batch: Tensor, chosen: Combination, repeats: int
+) -> tuple[float, float, float]:
+    """Return milliseconds of the model, timed in turns.
+
+    Args:
+        tuner: The model, and how it is patched.
+        batch: Images.
+        chosen: The settings of the layers.
+        repeats: The number of times of which the median counts.
+
+    Returns:
+        The time of the unpatched model, of the patched one with dense attention in every layer, and of
+        the patched one with these settings.
+    """
+
+    def measure() -> list[float]:
+        works = {}
+        dense: Combination = (None,) * len(chosen)
+        for name, combination in (("dense", ()), ("exact", dense), ("planned", chosen)):
+            model = copy_sharing_weights(tuner.model)
+            tuner.install(combination, model, exact=True)
+            works[name] = partial(call, model)
+        times = time_alternating(works, repeats, batch.device)
+        return [round_digits(milliseconds, 5) for milliseconds in times.values()]
+
+    def call(model: nn.Module) -> None:
+        model(batch, **tuner.options)
+        tuner.run.advance()
+
+    key = f"times of the model: {repeats} repeats, settings {list(chosen)}"
+    dense_ms, exact_ms, planned_ms = tuner.run.once(key, measure, 3 * (repeats + 1))
+    return dense_ms, exact_ms, planned_ms
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
+    return deepcopy(
+        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    )
 
 
 def time_attention(
@@ -420,15 +591,13 @@ def time_attention(
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
-    """Return a tolerance above 0, and at most 1 for features."""
-    high = 1.0 if measure == "features" else math.inf
-    try:
-        return check_number("tolerance", tolerance, low=0.0, high=high, open_low=True)
-    except ValueError as error:
-        raise ValueError(f"{error}; it is a fraction of the output: 0.05 is 5 %") from None
+    """Return a tolerance above 0; for features it is a fraction."""
+    if measure == "features":
+        return check_error(tolerance, "tolerance", open_low=True)
+    return check_number("tolerance", tolerance, low=0.0, open_low=True)
 
 
 def _check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
-    return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
+    return tuple(sorted({check_error(x, "errors", open_low=True) for x in errors}))

@@ -1,6 +1,7 @@
 """Choose how many tokens each block of a model removes, on a person's images."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ def tune_reduction(
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
@@ -87,7 +89,8 @@ def tune_reduction(
             if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
-        progress: True shows a progress bar on a terminal.
+        resume: A file of measurements to continue from, created if it does not exist; as in `tune`.
+        progress: True shows a progress bar on a terminal or in a notebook.
 
     Returns:
         The plan.
@@ -113,8 +116,7 @@ def tune_reduction(
     if target == "gflops":  # nothing is validated
         unseen = torch.cat([tuner.images["validation"], tuner.images["test"]])
         tuner.images |= {"validation": unseen[:0], "test": unseen}
-    # Two schedules of each block alone, and as many around the best one.
-    with tuner.running(progress, 4 * len(tuner.vit.blocks) + 8):
+    with tuner.running(progress, resume, policy):
         return tuner.make_plan(target, value)
 
 
@@ -203,7 +205,6 @@ class ReductionTuner(Tuner):
 
     def best_schedule(self, budget: float) -> Schedule:
         """Return the schedule of at most `budget` operations with the least output KL that is found."""
-        self.measure_alone()
         best = self.start(budget)
         for _ in range(self.rounds):
             self.measure_around(best)
@@ -253,19 +254,35 @@ class ReductionTuner(Tuner):
         """Choose a schedule for a target, and test it."""
         schedule: Combination = self.dense
         checks: tuple[Check, ...] = ()
+        calls = {name: len(batches) for name, batches in self.batches.items()}
+        # Two schedules of each block alone, and as many around the best one.
+        blocks, some, tested = (
+            2 * len(self.dense) * calls["sample"],
+            calls["calibration"],
+            self.tested,
+        )
+        later = {"validation": 6 * (some + calls.get("validation", 0))}
+        if target == "gflops":
+            later = {"blocks together": blocks + 6 * some}
+        phases = {"calibration": blocks} | later | {"test": 4 * (some + calls[tested])}
+        self.run.begin("calibration", phases)
         if target == "agreement":
             self.measure_alone()
+            self.run.begin("validation", phases)
             # The tolerance is a share of images, so rounding must not exclude one.
             most = self.cost(self.schedules.optimal(0.0))
             search = Search(self, 1.0 - value + 1e-9, None, most)
             chosen = search.run()
             schedule, checks = chosen.settings, search.checks(chosen)
         elif self.count(self.dense) > value * 1e9:
+            self.measure_alone()
+            self.run.begin("blocks together", phases)
             schedule = self.best_schedule(value * 1e9)
+        self.run.begin("test", phases)
         kl, test_kl, change, test_change = (
             self.change(measure, images, schedule)
             for measure in (MEASURES["logits"], DISAGREEMENT)
-            for images in ("calibration", self.tested)
+            for images in ("calibration", tested)
         )
         return ReductionPlan(
             grid=(self.grid.height, self.grid.width),

@@ -131,7 +131,7 @@ def _compare_all(
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
     images = {"calibration": choosing, "test": reporting}
     tuner = ReductionTuner(model, images, None, batch_size, policy=policy, rounds=rounds)
-    with tuner.running(progress, 0):
+    with tuner.running(progress):
         reference = _logits(tuner)
         return {name: _compare(tuner, name, reference) for name in baselines}
 
@@ -153,6 +153,7 @@ def _compare(tuner: ReductionTuner, name: str, reference: Tensor) -> dict[str, O
     flops = count_flops(tuner.counted, pixels, tuner.options)
     reduce(tuner.model, name)
     found = {"baseline": outcome(name, flops, _logits(tuner))}
+    tuner.measure_alone()
     tuned = tuner.best_schedule(flops)
     for kind, schedule in (("fixed", tuner.schedules.even(2, flops)), ("tuned", tuned)):
         if schedule is not None:
