@@ -98,6 +98,18 @@ def test_what_the_checks_find_is_near_the_optimum_where_layers_change_other_imag
     assert sorted(ratios)[len(ratios) // 2] < 1.001 and max(ratios) < 1.02
 
 
+def test_a_search_that_is_late_ends_with_the_first_combination_that_holds():
+    saved = 0
+    for seed in range(CASES):
+        model = Simulated(seed)
+        search, late = model.search(), model.search()
+        late.is_late = lambda: True
+        check(model, late)
+        search.run()
+        saved += len(search.checked) - len(late.checked)
+    assert saved >= CASES
+
+
 def test_a_measure_of_unknown_addition_is_only_checked():
     for seed in range(CASES):
         model = Simulated(seed)

@@ -252,13 +252,10 @@ class PlanFile:
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
-        rows = self.table()
-        lines = [("th", list(rows[0])), *(("td", list(row.values())) for row in rows)]
-        table = "".join(
-            f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
-            for tag, cells in lines
-        )
-        return f"<table>{table}</table>" + "".join(f"<p>{escape(x)}</p>" for x in self.notes())
+        rows = [list(self.table()[0]), *(row.values() for row in self.table())]
+        cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table>{table}</table><p>{'<br>'.join(map(escape, self.notes()))}</p>"
 
     def to_record(self) -> Record:
         """Return the plan as the record of an experiment.

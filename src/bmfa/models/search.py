@@ -168,13 +168,14 @@ class Search:
 
     def check(self, chosen: Combination) -> Check:
         """Measure a combination on both kinds of images, and set the next budget."""
-        changes = [
+        calibrated, validated = (
             self.problem.measure(images, chosen) if any(chosen) else 0.0
             for images in ("calibration", "validation")
-        ]
-        price, holds = self.problem.price(chosen), max(changes) <= self.tolerance
-        self.checked[chosen] = Check(chosen, price, self._predict(chosen), *changes, holds)
-        self._adjust_budget(self.problem.cost(chosen), max(changes))
+        )
+        largest, price = max(calibrated, validated), self.problem.price(chosen)
+        predicted, holds = self._predict(chosen), largest <= self.tolerance
+        self.checked[chosen] = Check(chosen, price, predicted, calibrated, validated, holds)
+        self._adjust_budget(self.problem.cost(chosen), largest)
         return self.checked[chosen]
 
     def checks(self, chosen: Check) -> tuple[Check, ...]:

@@ -309,14 +309,14 @@ class Tuner:
 
     def identity(self, kind: str) -> dict[str, Any]:
         """Return what the measurements depend on, apart from their settings."""
-        pixels = torch.cat(list(self.images.values())).contiguous()
+        pixels = torch.cat(list(self.images.values())).cpu().contiguous()
         return {
             "plan": kind,
             "model": asdict(ModelFingerprint.from_model(self.model)),
             "device": str(self.parameter.device),
             "threads": torch.get_num_threads(),
             "batch_size": self.batch_size,
-            "images": hashlib.sha256(pixels.view(torch.uint8).numpy()).hexdigest(),
+            "images": hashlib.sha256(pixels.view(torch.uint8).numpy().tobytes()).hexdigest(),
         }
 
 
@@ -340,13 +340,16 @@ class AttentionTuner(Tuner):
         seconds = 0.0
         if minutes is not None:
             seconds = self.run.once("seconds of a forward pass", self.time_pass)
-            errors, effort = self.afford(errors, expected, seconds, 60 * minutes)
+            errors, effort = self.afford(errors, expected, seconds, minutes)
         phases = expected(len(errors), sum(map(len, self.images.values())))
         self.run.begin("check of the measure", phases)
         for one in measures:
             self.check_deterministic(one, tolerance)
         self.run.begin("times of layers", phases)
-        times = self.time_layers(measure, errors, repeats, phases["times of layers"])
+        key = f"times of layers: {repeats} repeats, errors {list(errors)}"
+        timed = self.run.once(key, partial(self.time_layers, measure, errors, repeats))
+        times = {layer: dict(zip((None, *errors), found, strict=True)) for layer, _, found in timed}
+        self.grids = [Grid(*grid) for _, grid, _ in timed]
         dense: Combination = (None,) * len(times)
         gaining = [
             (layer, error)
@@ -380,19 +383,16 @@ class AttentionTuner(Tuner):
             # The layers gain less than patching a model costs.
             chosen, planned_ms = search.check(dense), exact_ms
         self.run.begin("test", phases)
-        measured = chosen.validation_change
-        if self.tested == "test":
-            measured = self.change(measure, "test", chosen.settings)
         saved = problem.price(dense) - chosen.price
         return Plan(
-            grids=tuple((grid.height, grid.width) for grid in self.grids),
+            grids=tuple((height, width) for _, (height, width), _ in timed),
             batch_size=len(self.batch),
             dtype=str(self.batch.dtype).removeprefix("torch."),
             device=str(self.batch.device),
             measure=measure.name,
             tolerance=tolerance,
             candidates=tuple(candidates),
-            measured_change=measured,
+            measured_change=self.change(measure, self.tested, chosen.settings),
             checks=search.checks(chosen),
             dense_milliseconds=dense_ms,
             exact_milliseconds=exact_ms,
@@ -429,15 +429,15 @@ class AttentionTuner(Tuner):
         errors: Sequence[float],
         expected: Callable[[int, int], Mapping[str, int]],
         seconds: float,
-        budget: float,
+        minutes: float,
     ) -> tuple[list[float], str]:
-        """Take as many error targets, and then images, as a budget of time is enough for.
+        """Take as many error targets, and then images, as there is time for.
 
         Args:
             errors: All error targets.
             expected: Returns the forward passes for a number of targets and of images.
             seconds: The time of a pass.
-            budget: The seconds from the start of the run on.
+            minutes: The time from the start of the run on.
 
         Returns:
             The targets, and a sentence that says what was taken and what more would bring.
@@ -446,28 +446,23 @@ class AttentionTuner(Tuner):
         least = min(len(images), max(LEAST_TESTED, 2 * self.batch_size))
         levels = [(targets, least) for targets in range(1, len(errors) + 1)]
         levels += [(len(errors), number) for number in range(least + 1, len(images) + 1)]
-        times = [seconds * sum(expected(*level).values()) for level in levels]
-        last = max([i for i, needed in enumerate(times) if needed <= budget], default=0)
+        needed = [seconds / 60 * sum(expected(*level).values()) for level in levels]
+        last = max((i for i, time in enumerate(needed) if time <= minutes), default=0)
         targets, number = levels[last]
         self.images = divide(images[:number])
-        effort = f"{targets} of {len(errors)} error targets on {number} images"
-        if times[last] > budget:
-            effort += ", the least, which take longer"
+        more = ", which is all there is"
         if targets < len(errors):
-            needed = times[len(errors) - 1] / 60
-            effort += (
-                f"; all targets, and a plan that may be faster, take about {needed:.2g} minutes"
-            )
+            time = f"about {needed[len(errors) - 1]:.2g} minutes"
+            more = f"; all targets, and a plan that may be faster, take {time}"
         elif number < len(images):
-            effort += (
-                f"; all {len(images)} images, which predict others better, take about "
-                f"{times[-1] / 60:.2g} minutes"
-            )
-        else:
-            effort += ", which is all there is"
+            time = f"about {needed[-1]:.2g} minutes"
+            more = f"; all {len(images)} images, which predict others better, take {time}"
+        if needed[last] > minutes:
+            more = f", the least, which takes longer{more}"
         # Spread evenly over the list, the middle one first.
         spread = (round((i + 0.5) * len(errors) / targets - 0.5) for i in range(targets))
-        return [errors[index] for index in spread], f"{budget / 60:g} minutes: {effort}"
+        taken = f"{targets} of {len(errors)} error targets on {number} images"
+        return [errors[index] for index in spread], f"{minutes:g} minutes: {taken}{more}"
 
     def check_deterministic(self, measure: Measure, tolerance: float) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
@@ -489,46 +484,42 @@ class AttentionTuner(Tuner):
         if options := options | planned_options(errors):
             install_layers(model, find_vision_transformer(model), options, self.grids)
 
-    def time_layers(
-        self, measure: Measure, errors: Sequence[float], repeats: int, passes: int
-    ) -> dict[int, dict[float | None, float]]:
+    def time_layers(self, measure: Measure, errors: Sequence[float], repeats: int) -> list[Any]:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
         it is faster than that of torch.
+
+        Returns:
+            For each layer its index, the height and width of its grid, and the milliseconds of dense
+            attention and of each error target.
         """
-        depth = len(self.vit.attentions)
 
         def note(inputs: LayerInputs, _: object) -> None:
-            runs.add((inputs.layer, inputs.grid))
-            if inputs.layer in times:
-                return
-            share = passes * (len(times) + 1) // depth - passes * len(times) // depth
-
-            def measure_layer() -> list[float]:
+            grid, known = (inputs.grid.height, inputs.grid.width), rows.get(inputs.layer)
+            if known is None:
                 found = time_attention(inputs, errors, repeats)
-                self.run.advance(share)
-                return [round_digits(found[error], 5) for error in (None, *errors)]
+                milliseconds = [round_digits(found[error], 5) for error in (None, *errors)]
+                rows[inputs.layer] = [inputs.layer, grid, milliseconds]
+                self.run.advance((1 + len(errors)) * (1 + repeats) // (2 * depth))
+            elif known[1] != grid:
+                raise refused
 
-            key = f"times of layer {inputs.layer}: {repeats} repeats, errors {list(errors)}"
-            milliseconds = self.run.once(key, measure_layer, share)
-            times[inputs.layer] = dict(zip((None, *errors), milliseconds, strict=True))
-
-        runs: set[tuple[int, Grid]] = set()
-        times: dict[int, dict[float | None, float]] = {}
+        rows: dict[int, list[Any]] = {}
+        depth = len(self.vit.attentions)
+        refused = ValueError(
+            "the layers of the model attend on several grids or not in each pass, and a plan is for one "
+            "grid in each layer, all of which run; pass error= to bmfa.patch"
+        )
         patch(self.model, error=0.0)
         try:
             with observe(self.model, note):
                 measure.outputs(self.model, self.batch, self.options)
         finally:
             unpatch(self.model)
-        if sorted(layer for layer, _ in runs) != list(range(depth)):
-            raise ValueError(
-                f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
-                "in each layer, all of which run in each pass; pass error= to bmfa.patch"
-            )
-        self.grids = [grid for _, grid in sorted(runs, key=lambda run: run[0])]
-        return dict(sorted(times.items()))
+        if len(rows) < depth:
+            raise refused
+        return [rows[layer] for layer in range(depth)]
 
 
 def time_model(

@@ -254,35 +254,28 @@ class ReductionTuner(Tuner):
         """Choose a schedule for a target, and test it."""
         schedule: Combination = self.dense
         checks: tuple[Check, ...] = ()
-        calls = {name: len(batches) for name, batches in self.batches.items()}
-        # Two schedules of each block alone, and as many around the best one.
-        blocks, some, tested = (
-            2 * len(self.dense) * calls["sample"],
-            calls["calibration"],
-            self.tested,
-        )
-        later = {"validation": 6 * (some + calls.get("validation", 0))}
-        if target == "gflops":
-            later = {"blocks together": blocks + 6 * some}
-        phases = {"calibration": blocks} | later | {"test": 4 * (some + calls[tested])}
+        full = self.count(self.dense) / 1e9
+        # Two schedules of each block alone, then as many around the best one, or some checks.
+        blocks = 2 * len(self.dense) * len(self.batches["sample"])
+        calls = len(self.batches["calibration"]) + len(self.batches[self.tested])
+        phases = {"calibration": blocks, "choice": max(blocks, 6 * calls), "test": 4 * calls}
         self.run.begin("calibration", phases)
-        if target == "agreement":
+        if target == "agreement" or full > value:
             self.measure_alone()
-            self.run.begin("validation", phases)
+        self.run.begin("choice", phases)
+        if target == "agreement":
             # The tolerance is a share of images, so rounding must not exclude one.
             most = self.cost(self.schedules.optimal(0.0))
             search = Search(self, 1.0 - value + 1e-9, None, most)
             chosen = search.run()
             schedule, checks = chosen.settings, search.checks(chosen)
-        elif self.count(self.dense) > value * 1e9:
-            self.measure_alone()
-            self.run.begin("blocks together", phases)
+        elif full > value:
             schedule = self.best_schedule(value * 1e9)
         self.run.begin("test", phases)
         kl, test_kl, change, test_change = (
             self.change(measure, images, schedule)
             for measure in (MEASURES["logits"], DISAGREEMENT)
-            for images in ("calibration", tested)
+            for images in ("calibration", self.tested)
         )
         return ReductionPlan(
             grid=(self.grid.height, self.grid.width),
@@ -290,7 +283,7 @@ class ReductionTuner(Tuner):
             schedule=schedule,
             target=target,
             target_value=value,
-            full_gflops=self.count(self.dense) / 1e9,
+            full_gflops=full,
             gflops=self.count(schedule) / 1e9,
             calibration_kl=kl,
             calibration_agreement=1.0 - change,
