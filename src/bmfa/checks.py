@@ -49,11 +49,11 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
     return value
 
 
-def check_error(error: object) -> float:
+def check_error(error: object, name: str = "error", *, open_low: bool = False) -> float:
     """Return a target for a relative error, a fraction."""
-    number = check_number("error", error, low=0.0)
+    number = check_number(name, error, low=0.0, open_low=open_low)
     if number > 1.0:
-        raise ValueError(f"error is {number:g}; pass a fraction: 0.03 is 3 %")
+        raise ValueError(f"{name} is {number:g}; pass a fraction: 0.03 is 3 %")
     return number
 
 

@@ -1,12 +1,17 @@
 """bmfa tune: its table, its files, and input that is refused."""
 
 import json
+import shlex
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from tests.models.tuned_models import plan_for
 
 from bmfa.cli import main
-from bmfa.models import Plan, ReductionPlan, load_model, reduce
+from bmfa.models import Plan, ReductionPlan, load_model, reduce, tune_reduction
+from bmfa.models.tuning_run import Run
 
 QUICK = ("tune", "--repeats", "1", "--limit", "4", "--error", "0.1", "--error", "0.2")
 
@@ -45,6 +50,48 @@ def test_logits_and_dtypes_reach_the_plan(capsys, tmp_path):
     assert plan.measure == "logits" and plan.model.dtype == "float32"
     assert {s.layer for s in plan.candidates if s.error is not None} == {6, 7}
     assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_run_is_kept_beside_the_plan_and_goes_on(capsys, tmp_path):
+    save, part = tmp_path / "plan.json", tmp_path / "plan.json.part"
+    words = [*QUICK, *f"--img-size 64 --minutes 9 --save {save} --device cpu".split()]
+    left, advance = iter(range(12)), Run.advance
+
+    def stop(*args, **options) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        advance(*args, **options)
+
+    with mock.patch.object(Run, "advance", stop), pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 130 and list(tmp_path.iterdir()) == [part]
+    line = capsys.readouterr().err.strip()
+    assert f"partial results are in {part}; go on with: bmfa tune" in line
+    command = shlex.split(line.partition("go on with: bmfa ")[2])
+    assert command == [*words, "--resume", str(part)]
+    main(command)
+    assert list(tmp_path.iterdir()) == [save] and Plan.load(save).img_size == (64, 64)
+    assert "9 minutes: 2 of 2 error targets on 4 images, which is all" in capsys.readouterr().out
+
+
+def test_a_plan_is_evaluated_and_timed_like_a_method(capsys, tmp_path):
+    model, record = load_model("embedded").model, tmp_path / "record.json"
+    attention, merging = tmp_path / "plan.json", tmp_path / "merging.json"
+    plan_for(model, {2: 0.2, 5: 0.2}, (32, 32)).save(attention)
+    tune_reduction(model, torch.rand(4, 3, 128, 128), gflops=0.5, progress=False).save(merging)
+    for plan, size in ((attention, "256"), (merging, "128")):
+        words = f"evaluate --limit 2 --repeats 0 --img-size {size} --plan {plan} --json {record}"
+        main(words.split())
+        full, row = json.loads(record.read_text())["rows"]
+        assert (full["method"], row["method"]) == ("full", f"plan:{plan}")
+        assert row["output_kl"] > 0.0 and (row["gflops"] is None) == (plan == attention)
+    assert row["gflops"] < full["gflops"]
+    main(f"bench model --plan {attention} --repeats 1 --device cpu --json {record}".split())
+    (row,) = (row for row in json.loads(record.read_text())["rows"] if "plan:" in row["method"])
+    assert (row["img_size"], row["tiled_layers"]) == (256, 2) and row["error_l2_percent"] > 0.0
+    capsys.readouterr()
+    for words in (f"evaluate --plan {record}", f"bench model --plan {merging}"):
+        assert "is not a plan" in refused(capsys, *words.split())
 
 
 MERGING = ("tune", "--limit", "6", "--batch-size", "6", "--device", "cpu")
@@ -90,9 +137,11 @@ def test_an_agreement_is_checked_and_reported_on_unseen_images(capsys, tmp_path)
 
 
 REFUSED = [
-    ("--tolerance 5", ["tolerance is 5", "0.05 is 5 %"]),
-    ("--images no-such-folder", ["no-such-folder"]),
-    ("--model timm:vit_tiny_patch16_224", ["needs --images DIR"]),
+    ("--tolerance 5", ["tolerance is 5", "0.03 is 3 %"]),
+    ("--error 3", ["errors is 3", "0.03 is 3 %"]),
+    ("--minutes 0", ["minutes is 0"]),
+    ("--data-dir no-such-folder", ["no-such-folder"]),
+    ("--model timm:vit_tiny_patch16_224", ["needs --data-dir DIR"]),
     ("--save plan.txt", ["--save plan.txt", "FILE.json"]),
     ("--figure plan.gif", ["--figure plan.gif", "FILE.png"]),
     ("--measure psnr", ["'psnr'", "features"]),

@@ -34,6 +34,9 @@ def test_the_file_is_readable_and_loads_the_same_plan(tmp_path):
     assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 4, DEPTH)
     assert data["environment"]["torch"] and data["grids"] == [[14, 14]] * DEPTH
     assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01}' in text
+    older = {name: x for name, x in data.items() if name not in ("exact_milliseconds", "effort")}
+    (path.parent / "older.json").write_text(json.dumps(older))
+    assert Plan.load(path.parent / "older.json") == plan
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(plan, seed=float("nan")).save(path)
     assert path.read_text() == text
@@ -62,10 +65,19 @@ def test_a_plan_prints_its_table():
         ({}, ["1 of 3 layers", "1.70 % predicted", "1.60 % measured", "(1.60x)", "(1.33x)"]),
         ({}, ["test images: 1.80 % measured on 1"]),
         ({"measured_change": 0.031}, ["exceeds the tolerance"]),
+        (
+            {"exact_milliseconds": 3.9},
+            ["takes 3.9 ms", "save 1.4 ms timed alone", "and 0.9 ms in the model"],
+        ),
+        ({"effort": "5 minutes: all"}, ["5 minutes: all"]),
         ({"test_images": 0}, ["test images: none, because fewer than six"]),
         ({"measure": "logits"}, ["0.016 nats measured"]),
     ):
         assert all(part in " ".join(replace(plan, **changes).notes()) for part in parts)
+    near = replace(plan, exact_milliseconds=3.9, predicted_milliseconds=3.05)
+    assert "timed alone" not in str(near)
+    html = replace(plan, measure="<lambda>")._repr_html_()
+    assert "<td>error=0.3</td>" in html and "&lt;lambda&gt; at 112x112 px" in html
 
 
 @pytest.mark.filterwarnings("ignore:screened_attention measured")  # a target may be missed
@@ -96,7 +108,7 @@ def test_a_plan_gives_every_layer_its_own_setting(tmp_path):
 
 def test_other_images_run_dense_and_warn_once():
     """Images of another size, and of another shape with as many tokens."""
-    for size in (96, (32, 128)):
+    for size, found in ((96, "there are 576 tokens"), ((32, 128), "the image has a 8x32 grid")):
         model = timm_vit(dynamic_img_size=True)
         planned, other = smooth_images(1, 64), smooth_images(1, size)
         full, both = model(other), model(other.repeat(2, 1, 1, 1))
@@ -104,9 +116,10 @@ def test_other_images_run_dense_and_warn_once():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(planned)
-        with pytest.warns(UserWarning, match="the plan is for a 16x16 grid of tokens") as found:
+        reason = f"the plan is for a 16x16 grid of tokens, and {found}: this size runs dense"
+        with pytest.warns(UserWarning, match=reason) as warned:
             torch.testing.assert_close(model(other), full)
-        assert len(found) == 1
+        assert len(warned) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # also for another number of images
             torch.testing.assert_close(model(other.repeat(2, 1, 1, 1)), both)

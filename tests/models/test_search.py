@@ -54,11 +54,11 @@ def check(model: Simulated, search: Search) -> None:
     assert model.holds(result.settings)
     held = [chosen for chosen in model.uniform() if model.holds(chosen)]
     assert result.price <= min(map(model.price, (model.dense, *held))) + 1e-9
-    assert result in search.checks and result.holds
-    assert len(search.checks) <= 2 * MOST_CHECKS + len(model.uniform()) + 1
-    assert result.price == min(check.price for check in search.checks if check.holds)
+    assert result in search.checked.values() and result.holds
+    assert len(search.checked) <= 2 * MOST_CHECKS + len(model.uniform()) + 1
+    assert result.price == min(check.price for check in search.checked.values() if check.holds)
     assert result.price == pytest.approx(model.price(result.settings))
-    for row in search.checks:
+    for row in search.checked.values():
         changes = (row.calibration_change, row.validation_change)
         for images, change in zip(IMAGES, changes, strict=True):
             assert change == pytest.approx(model.change(images, row.settings))
@@ -72,7 +72,7 @@ def test_the_plan_holds_and_no_uniform_setting_that_holds_is_faster():
             model = Simulated(seed, power, interaction=interaction)
             search = model.search()
             check(model, search)
-            tightened += not search.checks[0].holds
+            tightened += not next(iter(search.checked.values())).holds
     assert tightened > CASES, "nearly every first combination held, so little is tested"
 
 
@@ -81,9 +81,9 @@ def test_on_equal_images_the_first_combination_is_the_plan():
         model = Simulated(seed, largest_factor=1.0)
         search = model.search()
         check(model, search)
-        assert search.best is search.checks[0]
+        assert search.best is next(iter(search.checked.values()))
         # The others are uniform settings that are faster, and do not hold.
-        assert all(row.settings in model.uniform() for row in search.checks[1:])
+        assert all(row.settings in model.uniform() for row in list(search.checked.values())[1:])
 
 
 def test_what_the_checks_find_is_near_the_optimum_where_layers_change_other_images_alike():
@@ -91,11 +91,23 @@ def test_what_the_checks_find_is_near_the_optimum_where_layers_change_other_imag
     ratios = []
     for seed, factor in itertools.product(range(CASES), (0.3, 1.0, 3.0)):
         model = Simulated(seed)
-        model.factor = [factor] * len(model.layers)
+        model.factor = [factor] * len(model.dense)
         optimum = model.price(model.choose((model.tolerance / max(1.0, factor)) ** 2))
         ratios.append(model.search().run().price / optimum)
     assert min(ratios) > 0.99
     assert sorted(ratios)[len(ratios) // 2] < 1.001 and max(ratios) < 1.02
+
+
+def test_a_search_that_is_late_ends_with_the_first_combination_that_holds():
+    saved = 0
+    for seed in range(CASES):
+        model = Simulated(seed)
+        search, late = model.search(), model.search()
+        late.is_late = lambda: True
+        check(model, late)
+        search.run()
+        saved += len(search.checked) - len(late.checked)
+    assert saved >= CASES
 
 
 def test_a_measure_of_unknown_addition_is_only_checked():
@@ -103,7 +115,7 @@ def test_a_measure_of_unknown_addition_is_only_checked():
         model = Simulated(seed)
         search = model.search(predicts=False)
         check(model, search)
-        assert all(row.predicted_change is None for row in search.checks)
+        assert all(row.predicted_change is None for row in search.checked.values())
 
 
 def test_a_measure_that_jumps_is_approached():

@@ -1,7 +1,9 @@
 """Tuning: the choice, its prediction, the checks on other images, and inputs that are refused."""
 
 import itertools
+import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 import bmfa
 from bmfa.models import embedded
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.image_sample import sample_images
+from bmfa.models.image_sample import divide, sample_images
 from bmfa.models.measures import MEASURES
 from bmfa.models.patching import install_layers, is_patched
-from bmfa.models.tuning import LEAST_GAIN
+from bmfa.models.tuning import LEAST_GAIN, AttentionTuner
+from bmfa.models.tuning_run import Run
 
 
 def change_of(model: nn.Module, images: Tensor, errors: dict[int, float]) -> float:
@@ -152,7 +155,7 @@ def test_images_come_from_tensors_lists_loaders_and_folders(tmp_path):
     loader = torch.utils.data.DataLoader
     dataset = torch.utils.data.TensorDataset(images, torch.zeros(4))
     found = [
-        sample_images(form, model, 4)
+        divide(sample_images(form, model, 4))
         for form in (
             images,
             list(images),
@@ -180,12 +183,11 @@ def test_images_come_from_tensors_lists_loaders_and_folders(tmp_path):
 def test_a_limit_draws_images_and_parts_have_half_a_quarter_and_a_quarter():
     images = torch.arange(9.0).view(9, 1, 1, 1).expand(9, 3, 2, 2)
     drawn = [
-        torch.cat(list(sample_images(images, nn.Identity(), 3, seed).values()))[:, 0, 0, 0].tolist()
-        for seed in (0, 0, 1)
+        sample_images(images, nn.Identity(), 3, seed)[:, 0, 0, 0].tolist() for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 3
     for count, sizes in ((2, [1, 1, 0]), (5, [3, 2, 0]), (6, [3, 2, 1]), (9, [5, 2, 2])):
-        assert [len(x) for x in sample_images(images[:count], nn.Identity(), 9).values()] == sizes
+        assert [len(part) for part in divide(images[:count]).values()] == sizes
 
 
 class Unknown(nn.Module):
@@ -239,7 +241,7 @@ def nan_after(calls: int):
 REFUSED = [
     ({"tolerance": 0}, "tolerance is 0"),
     ({"tolerance": math.nan}, "tolerance is nan"),
-    ({"tolerance": 5}, "it is a fraction of the output: 0.05 is 5 %"),
+    ({"tolerance": 5}, "tolerance is 5; pass a fraction: 0.03 is 3 %"),
     ({"tolerance": torch.tensor([0.1, 0.2])}, "tolerance is tensor"),
     ({"images": smooth_images(0)}, "images has 0 images; pass at least two"),
     ({"images": smooth_images(1)}, "at least two"),
@@ -256,6 +258,8 @@ REFUSED = [
     ({"batch_size": 0, "limit": 4}, "batch_size is 0"),
     ({"errors": []}, "errors is []; pass a list"),
     ({"errors": [0.0]}, "errors is 0.0"),
+    ({"errors": [0.03, 3]}, "errors is 3; pass a fraction: 0.03 is 3 %"),
+    ({"minutes": 0}, "minutes is 0"),
     ({"layers": [3]}, "layers is 3"),
     ({"limit": 1}, "limit is 1"),
 ]
@@ -269,28 +273,144 @@ def test_bad_input_is_refused_in_one_sentence_and_changes_nothing():
             tuned(model, **options)
         assert message in str(raised.value) and "\n" not in str(raised.value)
         assert not is_patched(model) and torch.equal(model(smooth_images(1)), full)
+    with pytest.raises(ValueError, match=r"error is 3; pass a fraction: 0\.03 is 3 %"):
+        bmfa.patch(model, error=3)
     bmfa.patch(model, error=0.1)
     with pytest.raises(ValueError, match="unpatch"):
         tuned(model)
     assert is_patched(model)
 
 
-def test_an_interrupted_run_leaves_the_model_as_it_was():
-    model = small_model().train()
+def stopped_after(passes: int):
+    """Ctrl-C after some forward passes."""
+    left, advance = iter(range(passes)), Run.advance
+
+    def stop(run: Run, *args, **options) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        advance(run, *args, **options)
+
+    return mock.patch.object(Run, "advance", stop)
+
+
+def counted_passes():
+    return mock.patch.object(Run, "advance", autospec=True, side_effect=Run.advance)
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_plan_of_one_that_was_not(tmp_path):
+    model, file = small_model().train(), tmp_path / "new" / "plan.part"
     model.blocks[1].eval()
-    training = [module.training for module in model.modules()]
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    for error, calls in itertools.product((KeyboardInterrupt(), RuntimeError("memory")), (1, 3, 5)):
-        left = iter(range(calls))
+    modules = [(module.training, module._forward_hooks.copy()) for module in model.modules()]
+    weights = [parameter.clone() for parameter in model.parameters()]
+    for options in ({"images": smooth_images(8)}, {"measure": "logits", "batch_size": 2}):
+        with counted_passes() as counted:
+            expected = tuned(model, 0.05, **options)
+        found, stops = None, 0
+        while found is None:
+            try:
+                with stopped_after(10 // options.get("batch_size", 1)):
+                    found = tuned(model, 0.05, resume=file, **options)
+            except KeyboardInterrupt:
+                stops += 1
+            assert json.loads(file.read_text())["measured"] and list(file.parent.iterdir()) == [
+                file
+            ]
+            assert modules == [(m.training, m._forward_hooks) for m in model.modules()]
+            assert all(map(torch.equal, weights, model.parameters())) and not is_patched(model)
+        assert found == expected and stops > 1
+        with counted_passes() as again:  # another tolerance
+            loose = tuned(model, 0.06, resume=file, **options)
+        assert again.call_count < counted.call_count and loose == tuned(model, 0.06, **options)
+        for change, message in (
+            ({"seed": 1}, "belongs to another run: images was"),
+            ({"model": small_model(1)}, "belongs to another run: model was"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tuned(**{"model": model, "resume": file} | options | change)
+        file.write_text(file.read_text()[:-20])
+        with pytest.raises(ValueError, match="holds no usable measurements"):
+            tuned(model, resume=file, **options)
+        file.unlink()
+    reduction = {"agreement": 0.5, "progress": False}
+    expected = bmfa.tune_reduction(model, smooth_images(8), **reduction)
+    with stopped_after(9), pytest.raises(KeyboardInterrupt):
+        bmfa.tune_reduction(model, smooth_images(8), resume=file, **reduction)
+    assert bmfa.tune_reduction(model, smooth_images(8), resume=file, **reduction) == expected
 
-        def measure(reference, output, left=left, error=error) -> float:
-            if next(left, None) is None:
-                raise error
-            return 0.0
 
-        with pytest.raises(type(error)):
-            tuned(model, 1.0, measure)
-        assert not is_patched(model)
-        assert [module.training for module in model.modules()] == training
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-        assert not any(module._forward_hooks for module in model.modules())
+def test_minutes_buy_targets_then_images_and_the_plan_says_what_more_would_bring():
+    """A forward pass takes a second, and the clock stands still."""
+    model, errors, found = small_model(), (0.02, 0.03, 0.05, 0.1, 0.3), []
+    times = {layer: {None: 1.0} | dict.fromkeys(errors, 0.5) for layer in range(DEPTH)}
+    given = {
+        "errors": errors,
+        "images": smooth_images(12),
+        "times": times,
+        "repeats": 1,
+        "limit": 9,
+    }
+    for minutes, effort in (
+        (0.1, ", the least, which takes longer; all targets, and a plan that may be faster, take"),
+        (1.2, "; all targets, and a plan that may be faster, take about 1.6 minutes"),
+        (2.0, "; all 9 images, which predict others better, take about 2.4 minutes"),
+        (60.0, ", which is all there is"),
+    ):
+        with (
+            mock.patch.object(AttentionTuner, "time_pass", return_value=1.0),
+            mock.patch("bmfa.models.tuning_run.time.monotonic", return_value=0.0),
+            counted_passes() as counted,
+        ):
+            plan = tuned(model, 0.05, minutes=minutes, **given)
+        targets = len({setting.error for setting in plan.candidates} - {None})
+        images = plan.calibration_images + plan.validation_images + plan.test_images
+        found.append((targets, images))
+        start = f"{minutes:g} minutes: {targets} of 5 error targets on {images} images"
+        assert start + effort in plan.effort and plan.effort in str(plan)
+        assert counted.call_count <= 60 * max(minutes, 1.0) and plan.validation_change <= 0.05
+    assert found[0] == (1, 6) and 1 < found[1][0] < 5 and found[2][0] == 5 and found[3] == (5, 9)
+
+
+class Bar:
+    """A bar of tqdm that remembers its phases, and how many passes were left at every step."""
+
+    def __init__(self, **options) -> None:
+        self.options, self.n, self.total = options, 0, 0
+        self.left: list[int] = []
+        self.phases: list[str] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+    def set_description(self, phase: str) -> None:
+        self.phases.append(phase)
+        self.left.append(self.total - self.n)
+
+    def update(self, passes: int) -> None:
+        self.n += passes
+        self.left.append(self.total - self.n)
+
+
+def test_phases_are_named_and_the_time_left_does_not_grow_threefold(monkeypatch):
+    bars: list[Bar] = []
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+    for tolerance, measure in (
+        (0.02, "features"),
+        (1.0, "features"),
+        (1e-9, "features"),
+        (0.1, "logits"),
+    ):
+        tuned(small_model(), tolerance, measure, images=smooth_images(8))
+        assert bars[-1].phases == [
+            *("check of the measure", "times of layers", "calibration"),
+            *("validation", "times of the model", "test"),
+        ]
+    for agreement in (0.5, 1.0):
+        bmfa.tune_reduction(small_model(), smooth_images(8), agreement=agreement)
+        assert bars[-1].phases == ["calibration", "choice", "test"]
+    for bar in bars:
+        assert all(later <= 3 * earlier for earlier, later in itertools.pairwise(bar.left))
+        lowest = itertools.accumulate(bar.left, min)
+        assert all(now <= 3 * least for now, least in zip(bar.left, lowest, strict=True))
+        assert bar.n >= 18 and bar.left[-1] >= 0

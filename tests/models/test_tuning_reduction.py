@@ -19,7 +19,7 @@ from bmfa.models import ReductionPlan, patch, reduce, tune_reduction, unpatch
 from bmfa.models.flops import count_flops
 from bmfa.models.measures import disagreement, kl_divergence
 from bmfa.models.plan import SCHEDULED
-from bmfa.models.tuning_reduction import ScheduleModel, fixed_schedule, make_policy
+from bmfa.models.tuning_reduction import ScheduleModel, make_policy
 from models.host_models import make_model, run
 
 
@@ -128,7 +128,6 @@ def test_the_schedule_is_near_the_optimum_of_additive_changes() -> None:
         drawn = (tuple(map(int, random.integers(0, 30, 5))) for _ in range(4000))
         fitting = [s for s in drawn if model.clipped(s) == s and model.count(s) <= budget]
         assert fitting and change(found) <= 1.02 * min(map(change, fitting))
-        assert fixed_schedule(model, budget) == model.even(range(1, 4, 2), budget)
     assert model.flops(model.optimal(0.0)) > 0.0  # the least that is possible
     large = quadratic_model((1.0, 1.0, 1.0), 1000)  # in steps of several tokens
     assert large.step == 4 and all(n % 4 == 0 for n in large.optimal(2500.0))
@@ -138,9 +137,11 @@ def test_the_schedule_is_near_the_optimum_of_additive_changes() -> None:
 def test_the_fixed_schedule_is_that_of_free_energy_with_a_count() -> None:
     model = quadratic_model((1.0,) * 12)
     schedule = (0, 0, 0, 10, 0, 10, 0, 10, 0, 10, 0, 0)
-    assert fixed_schedule(model, model.flops(schedule)) == schedule
+    assert model.even(2, model.flops(schedule)) == schedule
     uneven = (0, 0, 0, 3, 0, 3, 0, 2, 0, 2, 0, 0)
-    assert model.even(range(3, 11, 2), model.flops(uneven)) == uneven
+    assert model.even(2, model.flops(uneven)) == uneven
+    every = (0, 0, 0, 3, 2, 2, 2, 2, 2, 2, 2, 0)
+    assert model.even(1, model.flops(every)) == every
 
 
 # Plans

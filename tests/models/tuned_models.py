@@ -35,7 +35,7 @@ def given_times(times: dict[int, dict[float | None, float]]) -> Any:
     return mock.patch.multiple(
         "bmfa.models.tuning",
         time_attention=lambda inputs, errors, repeats: times[inputs.layer],
-        time_model=lambda tuner, batch, chosen: (4.0, 3.0 if any(chosen) else 4.0),
+        time_model=lambda tuner, batch, chosen, repeats: (4.0, 4.0, 3.0 if any(chosen) else 4.0),
     )
 
 

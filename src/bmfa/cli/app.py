@@ -28,7 +28,7 @@ from bmfa.cli.probe import probe
 from bmfa.cli.report import report
 from bmfa.cli.screen import screen
 from bmfa.cli.synthetic import synthetic
-from bmfa.cli.tune import tune
+from bmfa.cli.tune import part_of, tune
 from bmfa.records import made_by_command
 
 # Commands whose work torchrun may divide between processes; the first process runs any other alone.
@@ -145,6 +145,9 @@ def _how_to_resume(context: Any) -> str:
     if "resume" not in context.params:
         return ""
     command, path = shlex.join(("bmfa", *(context.obj or ()))), context.params["resume"]
+    if path is None and (save := context.params.get("save")) is not None:
+        path = part_of(save)
+        command += f" --resume {shlex.quote(path)}"
     if path is None:
         return (
             "; nothing of this run is saved, because --resume was not given; to be able to go on after "

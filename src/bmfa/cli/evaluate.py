@@ -14,6 +14,7 @@ def evaluate(
     output: Output,
     images: opt.ModelOnImages,
     method: opt.Methods = None,
+    plan: str | None = None,
     layers: str = "last-4",
     amp: bool = False,
     dtype: str | None = None,
@@ -24,13 +25,17 @@ def evaluate(
     Args:
         method (NAME:VALUE): Method such as gamma:0.005; repeat for several. Without this option, a
             default list runs. The methods are listed at the end of this page.
+        plan (FILE): Plan of bmfa tune, which is compared with the full model and the other methods.
         layers (CHOICE): Screened layers: all, last-K or indices such as 8,9,10.
         amp: Run the model under autocast.
         dtype (NAME): Cast the model: float32, float16 or bfloat16.
         repeats (N): Timings; their median counts. 0 for none.
     """
     from bmfa.evidence.classification import run as experiment
+    from bmfa.evidence.model_methods import PLAN
 
+    if plan is not None:
+        method = [*(method or ()), f"{PLAN}{plan}"]
     images.run(
         experiment.run,
         output,

@@ -18,7 +18,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 def tune(
     output: Output,
     model: opt.ModelOptions,
-    images: str | None = None,
+    data_dir: str | None = None,
     tolerance: float | None = None,
     measure: Literal["features", "logits"] | None = None,
     error: list[float] | None = None,
@@ -28,15 +28,17 @@ def tune(
     policy: str | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
+    minutes: float | None = None,
     dtype: str | None = None,
     repeats: int | None = None,
     save: str | None = None,
+    resume: str | None = None,
     figure: str | None = None,
 ) -> None:
     """Settings for each layer, or tokens to merge in each block, chosen on your images.
 
     Args:
-        images (DIR): Folder or zip of images like those of the later use.
+        data_dir (DIR): Folder or zip of images like those of the later use; embedded images by default.
         tolerance (X): Largest change of the output: 0.03 (default) is 3 % of the features.
         measure: Change of the features (default), or KL of the class scores.
         error (X): Error target to try in each layer; repeat for several.
@@ -47,15 +49,18 @@ def tune(
         batch_size (N): Images in a batch (1; 25 for merging).
         limit (N): Images to use, half of them for calibration (32 on a GPU, else 8; 512 or 128 for
             merging).
+        minutes (M): About how long to tune: as many targets, then images, as there is time for.
         dtype (NAME): Cast the model: float32, float16 or bfloat16.
         repeats (N): Timings (5); their median counts.
         save (FILE.json): File for the plan, for bmfa.patch or bmfa.reduce.
+        resume (FILE): Measurements to continue from; the file is created if it does not exist. Without
+            it, Ctrl-C keeps them in the file of --save with .part behind its name.
         figure (FILE.png): File for the figure.
     """
     from bmfa.checks import check_integer
     from bmfa.models import tune_reduction
     from bmfa.models.plan import SCHEDULED, check_choice
-    from bmfa.models.tuning import IMAGES, check_tolerance
+    from bmfa.models.tuning import IMAGES, MORE_IMAGES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
     from bmfa.models.tuning_reduction import IMAGES as REDUCTION_IMAGES
     from bmfa.models.tuning_reduction import check_target
@@ -67,6 +72,7 @@ def tune(
         "errors": error,
         "layers": None if layers is None else opt.parse_layers(layers),
         "repeats": repeats,
+        "minutes": minutes,
     }
     _check_kind(merging, attention | {"figure": figure}, policy)
     if tolerance is not None:
@@ -83,17 +89,25 @@ def tune(
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
     seed = check_integer("seed", output.seed, low=0)
     drawn = (REDUCTION_IMAGES if merging else IMAGES)["cpu"]
+    drawn *= 1 if minutes is None else MORE_IMAGES
     drawn = drawn if limit is None else check_integer("limit", limit, low=2)
-    images = _images(images, model.model, drawn, seed, model.img_size)
+    images = _images(data_dir, model.model, drawn, seed, model.img_size)
     loaded = model.load()
     loaded.model.to(output.torch_device(), _dtype(dtype))
     merge = {"gflops": gflops, "agreement": agreement, "policy": policy}
     options = (merge if merging else attention) | {"batch_size": batch_size, "limit": limit}
     given = {name: value for name, value in options.items() if value is not None}
     make: Any = tune_reduction if merging else tune_attention
+    part = None if save is None else Path(part_of(save))
+    if part is not None and resume is None:
+        part.unlink(missing_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes say if the plan does not hold
-        plan = make(loaded, images, seed=seed, progress=not output.quiet, **given)
+        plan = make(
+            loaded, images, seed=seed, progress=not output.quiet, resume=resume or part, **given
+        )
+    if part is not None:
+        part.unlink(missing_ok=True)
     record, rows, (first, *notes) = plan.to_record(), plan.table(), plan.notes()
     files: dict[str | Path, Any] = {}
     if save is not None:
@@ -122,13 +136,18 @@ def _check_kind(merging: bool, attention: dict[str, Any], policy: str | None) ->
         )
 
 
-def _images(images: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
+def part_of(save: str) -> str:
+    """Return the file beside that of `--save` which keeps the measurements of an interrupted run."""
+    return f"{save}.part"
+
+
+def _images(data_dir: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
     """Return the folder, or `count` drawn images for the embedded model."""
-    if images is not None:
+    if data_dir is not None:
         require_packages(("PIL",), "data")
-        return images
+        return data_dir
     if model != "embedded":
-        raise ValueError(f"--model {model} needs --images DIR with at least two images")
+        raise ValueError(f"--model {model} needs --data-dir DIR with at least two images")
     from bmfa.data.classification import EmbeddedImages
     from bmfa.models import embedded
 

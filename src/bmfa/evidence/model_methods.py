@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -11,19 +10,23 @@ from bmfa import merging
 from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.families import find_vision_transformer
+from bmfa.models.plan import Plan, PlanFile, ReductionPlan
 from bmfa.models.reducing import reduce
+from bmfa.models.tuning import copy_sharing_weights as copy_sharing_weights
 from bmfa.trees import rules
 
+PLAN = "plan:"  # a method that is the plan of a file
 Layers = str | Sequence[int]  # "all", "last-K" or indices
 
 
 @dataclass(frozen=True)
 class ModelMethod:
-    """A parsed method: a rule, a policy, or neither for the unchanged model."""
+    """A parsed method: a rule, a policy, a plan, or none of them for the unchanged model."""
 
     name: str
     rule: rules.Rule | None = None
     policy: merging.Policy | None = None
+    plan: PlanFile | None = None
 
     @property
     def random(self) -> bool:
@@ -32,10 +35,11 @@ class ModelMethod:
 
 
 def parse(name: str, seed: int = 0) -> ModelMethod:
-    """Parse `full`, a rule or a reduction.
+    """Parse `full`, a rule, a reduction, or `plan:FILE`.
 
     Raises:
-        ValueError: If the name is unknown or its value is out of range.
+        ValueError: If the name is unknown or its value is out of range, or the file is not a plan.
+        OSError: If the file cannot be read.
 
     Example:
         >>> parse("tome:8").policy is not None
@@ -43,6 +47,10 @@ def parse(name: str, seed: int = 0) -> ModelMethod:
     """
     if name == FULL:
         return ModelMethod(name)
+    if name.startswith(PLAN):
+        plan = PlanFile.load(name.removeprefix(PLAN))
+        policy = plan.reduction if isinstance(plan, ReductionPlan) else None
+        return ModelMethod(name, policy=policy, plan=plan)
     if is_kind(name, "rule"):
         return ModelMethod(name, rule=rules.parse(name, seed))
     if is_kind(name, "reduction"):
@@ -72,7 +80,11 @@ def apply(
     """
     method = parse(name, seed)
     unpatch(model)
-    if method.rule is not None:
+    if isinstance(method.plan, Plan):
+        patch(model, plan=method.plan)
+    elif isinstance(method.plan, ReductionPlan):
+        reduce(model, plan=method.plan, dense=dense)
+    elif method.rule is not None:
         patch(model, rule=method.rule, layers=layers)
     elif method.policy is not None:
         reduce(model, method.policy, dense=dense)
@@ -88,13 +100,6 @@ def applied(
         yield apply(model, name, layers, seed, dense=dense)
     finally:
         unpatch(model)
-
-
-def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
-    return deepcopy(
-        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    )
 
 
 def class_names(model: LoadedModel) -> Sequence[str] | int | None:

@@ -20,13 +20,8 @@ ACCEPTED = (
 LEAST_TESTED = 6
 
 
-def sample_images(
-    images: Any,
-    model: nn.Module | LoadedModel,
-    limit: int,
-    seed: int = 0,
-) -> dict[str, Tensor]:
-    """Read at most `limit` images in random order, and divide them.
+def sample_images(images: Any, model: nn.Module | LoadedModel, limit: int, seed: int = 0) -> Tensor:
+    """Read at most `limit` images in random order.
 
     Args:
         images: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
@@ -38,8 +33,7 @@ def sample_images(
         seed: Seed of the images that are drawn, and of their order.
 
     Returns:
-        (n, 3, height, width) tensors: a half of the images for "calibration", and the others for
-        "validation" and, if there are enough, for "test".
+        (n, 3, height, width) images.
 
     Raises:
         TypeError: If `images` is of another type.
@@ -80,10 +74,20 @@ def sample_images(
             f"images have different sizes, such as {sizes[0]} and {sizes[1]} pixels; a plan is for one "
             "size: pass images of that size"
         )
-    calibration = (len(found) + 1) // 2
-    test = (len(found) - calibration) // 2 if len(found) >= LEAST_TESTED else 0
-    parts = torch.split(torch.stack(found), [calibration, len(found) - calibration - test, test])
+    return torch.stack(found)
+
+
+def divide(images: Tensor) -> dict[str, Tensor]:
+    """Divide images: half of them for "calibration", a quarter each for "validation" and "test"."""
+    parts = torch.split(images, part_sizes(len(images)))
     return dict(zip(("calibration", "validation", "test"), parts, strict=True))
+
+
+def part_sizes(images: int) -> list[int]:
+    """Return the number of images in each part; a few images have no test images."""
+    calibration = (images + 1) // 2
+    test = (images - calibration) // 2 if images >= LEAST_TESTED else 0
+    return [calibration, images - calibration - test, test]
 
 
 def _each_image(batches: Iterable[Any]) -> Iterator[Tensor]:

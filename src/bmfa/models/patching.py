@@ -10,7 +10,7 @@ from torch import nn
 
 from bmfa.attention.api import check_choices
 from bmfa.attention.call import Backend
-from bmfa.checks import check_integer, check_leaves, check_number
+from bmfa.checks import check_error, check_integer, check_leaves
 from bmfa.grid import Grid
 from bmfa.models.described import DescribedPasses, Description, GridSource, described_model
 from bmfa.models.families import VisionTransformer, check_module, find_vision_transformer
@@ -297,7 +297,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     exclusive = {name: options[name] for name in ("rule", "error", "leaves")}
     check_choices(options["allow_dense"], options["backend"], **exclusive)
     if options["error"] is not None:
-        check_number("error", options["error"], low=0.0)
+        check_error(options["error"])
     if options["leaves"] is not None:
         check_leaves(options["leaves"])
     if max_depth is not None:

@@ -10,10 +10,11 @@ import math
 import os
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from html import escape
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ SCHEDULED = ("tome", "pitome", "tofu", "diffrate", "crossget", "free-energy", "r
 # Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
 # every parameter that it changes. Reading all weights of a large model would take longer than patching.
 _HASHED_ELEMENTS = 16
+# Share by which the predicted and the measured time differ where a sentence says why.
+EXPLAINED = 0.03
 _MOST = 2**53  # the largest integer of a file; all up to it are exact in any reader of JSON
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
 # What the model of a plan must share with another one, and what to do where it does not.
@@ -110,8 +113,8 @@ class ModelFingerprint:
 class PlanFile:
     """What both kinds of plans share: their file, their table and the check of the model."""
 
-    kind: ClassVar[str]
-    made_by: ClassVar[str]
+    kind: ClassVar[str] = "any"
+    made_by: ClassVar[str] = "bmfa.tune"
     experiment: ClassVar[str]  # of the record
 
     model: ModelFingerprint
@@ -166,7 +169,7 @@ class PlanFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan.
+        """Read a plan; `PlanFile.load` reads one of any kind.
 
         Args:
             path: A file that `save` wrote.
@@ -189,10 +192,13 @@ class PlanFile:
         """
         try:
             data = _decode(dict, json.loads(Path(path).read_text(encoding="utf-8")), "the file")
-            for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
-                if (found := data.pop(name, None)) != expected:
-                    raise ValueError(f"it has {name} {found!r}, and {expected!r} is read here")
-            plan: Self = _decode(cls, data, "")
+            kinds = {kind.kind: kind for kind in (Plan, ReductionPlan) if issubclass(kind, cls)}
+            for name, accepted in (("plan", list(kinds)), ("version", [PLAN_VERSION])):
+                if data.get(name) not in accepted:
+                    read = " or ".join(map(repr, accepted))
+                    raise ValueError(f"it has {name} {data.get(name)!r}, and {read} is read here")
+            kind, _ = kinds[data.pop("plan")], data.pop("version")
+            plan: Self = _decode(kind, data, "")
         except OSError as error:
             reason = f"{error.strerror}); pass a file that Plan.save wrote"
             raise type(error)(f"plan {path} cannot be read ({reason}") from None
@@ -244,6 +250,13 @@ class PlanFile:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        rows = [list(self.table()[0]), *(row.values() for row in self.table())]
+        cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table>{table}</table><p>{'<br>'.join(map(escape, self.notes()))}</p>"
+
     def to_record(self) -> Record:
         """Return the plan as the record of an experiment.
 
@@ -281,6 +294,9 @@ class Plan(PlanFile):
         checks: Every combination that was checked, in order, the plan among them. For `"features"` and
             `"logits"` the first one is the fastest that is predicted to be within the tolerance.
         dense_milliseconds: The time of the unpatched model.
+        exact_milliseconds: The time of the patched model with dense attention in every layer, None in
+            plans of earlier versions. It is less than that of the unpatched one where the native kernel
+            is faster.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
         calibration_images: The number of images on which each layer alone was measured.
@@ -288,6 +304,7 @@ class Plan(PlanFile):
             chooses, too.
         test_images: The number of images that took no part in the choice, 0 if there were too few.
         seed: The seed of the split into these.
+        effort: What the time was enough for, and what more would bring; empty without `minutes`.
         environment: Versions, device and processor.
 
     Example:
@@ -300,7 +317,6 @@ class Plan(PlanFile):
     """
 
     kind: ClassVar[str] = "attention"
-    made_by: ClassVar[str] = "bmfa.tune"
     experiment: ClassVar[str] = "tune"
 
     grids: tuple[tuple[int, int], ...]
@@ -314,6 +330,8 @@ class Plan(PlanFile):
     dense_milliseconds: Positive
     predicted_milliseconds: Positive
     milliseconds: Positive
+    exact_milliseconds: Positive | None = None
+    effort: str = ""
 
     def __post_init__(self) -> None:
         if [check.holds for check in self.checks if check.chosen] != [True]:
@@ -415,6 +433,15 @@ class Plan(PlanFile):
             f"predicted ({predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
             f"({self.speedup:.2f}x)",
         ]
+        exact, predicted = self.exact_milliseconds, self.predicted_milliseconds
+        if exact and self.errors and abs(predicted / self.milliseconds - 1) > EXPLAINED:
+            lines.append(
+                f"predicted and measured: with dense layers the patched model takes {exact:.5g} ms; its "
+                f"layers save {exact - predicted:.5g} ms timed alone, where their inputs stay in the "
+                f"cache, and {exact - self.milliseconds:.5g} ms in the model"
+            )
+        if self.effort:
+            lines.append(self.effort)
         if not self.holds:
             lines.append("the change exceeds the tolerance: pass more images (limit)")
         return lines
@@ -576,7 +603,7 @@ def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
 def _decode(kind: Any, value: Any, name: str) -> Any:
     """Convert JSON data to the type of a field; raise a ValueError that names the field."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:  # with None
+    if origin in (types.UnionType, Union):  # with None
         return None if value is None else _decode(arguments[0], value, name)
     if kind is float or origin is Annotated:
         return check_number(name, value, low=0.0, open_low=origin is Annotated)
@@ -593,6 +620,9 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return value
     hints = {one.name: get_type_hints(kind, include_extras=True)[one.name] for one in fields(kind)}
+    for one in fields(kind):
+        if one.name not in value and one.default is not MISSING:  # a file of an earlier version
+            value[one.name] = one.default
     for wrong in sorted(hints.keys() ^ value.keys()):
         what = "lacks" if wrong in hints else "does not have"
         raise ValueError(f"{name or 'a plan'} {what} the field {wrong!r}")

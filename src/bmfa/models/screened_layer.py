@@ -194,10 +194,10 @@ class ScreenedLayer(AttentionFunction):
         )
         if choice is None or planned is None:
             return choice
-        reason = (
-            f"the plan is for a {planned.height}x{planned.width} grid of tokens, and there are "
-            f"{grid.size} tokens"
-        )
+        found = f"there are {grid.size} tokens"
+        if grid.size == planned.size:
+            found = f"the image has a {grid.height}x{grid.width} grid"
+        reason = f"the plan is for a {planned.height}x{planned.width} grid of tokens, and {found}"
         if not is_compiling() and grid not in self.passes.warned:
             self.passes.warned.add(grid)
             warnings.warn(

@@ -8,7 +8,7 @@ that holds widens it by what is left of the tolerance.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -133,30 +133,33 @@ class Search:
         tolerance: The largest change.
         power: The power of the change that adds over layers, None if it is not known how changes add.
         budget: The first budget.
+        is_late: Returns True when step 1 is to end as soon as a combination holds.
     """
 
     problem: Problem
     tolerance: float
     power: int | None
     budget: float
-    checks: list[Check] = field(default_factory=list)
+    is_late: Callable[[], bool] = lambda: False
+    checked: dict[Combination, Check] = field(default_factory=dict)  # in order
     held: float = 0.0  # the largest cost that held
     failed: float = math.inf  # the least cost that failed
 
     @property
     def best(self) -> Check | None:
         """The cheapest combination that holds."""
-        return min((c for c in self.checks if c.holds), key=lambda c: c.price, default=None)
+        held = (check for check in self.checked.values() if check.holds)
+        return min(held, key=lambda check: check.price, default=None)
 
     def run(self) -> Check:
-        """Return the check of the result; all checks are in `checks`, in order."""
+        """Return the check of the result; all checks are in `checked`."""
         self._approach()
         price = self.problem.price
         for chosen in sorted(self.problem.uniform(), key=price):
             if self.best is not None and price(chosen) >= self.best.price:
                 break
             predicted = self._predict(chosen) or 0.0
-            if self._is_checked(chosen) or predicted > MAX_PREDICTED_EXCESS * self.tolerance:
+            if chosen in self.checked or predicted > MAX_PREDICTED_EXCESS * self.tolerance:
                 continue
             if self.check(chosen).holds:
                 self._approach()
@@ -165,30 +168,31 @@ class Search:
 
     def check(self, chosen: Combination) -> Check:
         """Measure a combination on both kinds of images, and set the next budget."""
-        predicted = self._predict(chosen)
         calibrated, validated = (
             self.problem.measure(images, chosen) if any(chosen) else 0.0
             for images in ("calibration", "validation")
         )
         largest, price = max(calibrated, validated), self.problem.price(chosen)
-        holds = largest <= self.tolerance
-        self.checks.append(Check(chosen, price, predicted, calibrated, validated, holds))
+        predicted, holds = self._predict(chosen), largest <= self.tolerance
+        self.checked[chosen] = Check(chosen, price, predicted, calibrated, validated, holds)
         self._adjust_budget(self.problem.cost(chosen), largest)
-        return self.checks[-1]
+        return self.checked[chosen]
+
+    def checks(self, chosen: Check) -> tuple[Check, ...]:
+        """Return all checks for a plan, in order, with a mark at the one that is the plan."""
+        return tuple(replace(check, chosen=check is chosen) for check in self.checked.values())
 
     def _approach(self) -> None:
         """Check combinations with budgets that follow from the checks before."""
         for _ in range(MOST_CHECKS):
             chosen, best = self.problem.choose(self.budget), self.best
-            if best is not None and self.problem.price(chosen) > (1 - LEAST_SAVING) * best.price:
+            least = math.inf if best is None else (1 - LEAST_SAVING) * best.price
+            if self.problem.price(chosen) > least or (best is not None and self.is_late()):
                 return
-            if self._is_checked(chosen):
+            if chosen in self.checked:
                 self.budget *= SHRINK
-                continue
-            self.check(chosen)
-
-    def _is_checked(self, chosen: Combination) -> bool:
-        return any(check.settings == chosen for check in self.checks)
+            else:
+                self.check(chosen)
 
     def _predict(self, chosen: Combination) -> float | None:
         """Return the change on the calibration images, None if it is not known how changes add."""
@@ -203,7 +207,7 @@ class Search:
         if ratio >= 1.0:
             self.held = max(self.held, cost)
         else:
-            self.budget *= SHRINK ** sum(not check.holds for check in self.checks)
+            self.budget *= SHRINK ** sum(not check.holds for check in self.checked.values())
             self.failed = min(self.failed, cost)
         if not self.held < self.budget < self.failed:
             self.budget = math.sqrt((self.held or self.failed / LARGEST_STEP) * self.failed)
@@ -214,7 +218,7 @@ class SettingProblem:
     """The settings of attention as a problem of `Search`, with costs = change^power, which add.
 
     Args:
-        candidates: Settings of all layers, dense attention among them; those without a change are left
+        candidates: The settings of every layer, dense attention among them. One without a change is left
             out.
         power: The power of the change that adds over layers.
         measure: Measures the change of a combination on calibration or validation images.
@@ -225,15 +229,10 @@ class SettingProblem:
     measure: Callable[[str, Combination], float] = lambda images, chosen: math.nan
 
     def __post_init__(self) -> None:
-        self.layers: dict[int, list[LayerSetting]] = {}
-        self.milliseconds: dict[tuple[int, float | None], float] = {}
-        self.costs: dict[tuple[int, float | None], float] = {}
-        for setting in self.candidates:
-            if setting.change is not None:
-                self.layers.setdefault(setting.layer, []).append(setting)
-                self.milliseconds[setting.layer, setting.error] = setting.milliseconds
-                self.costs[setting.layer, setting.error] = setting.change**self.power
-        self.dense: Combination = (None,) * len(self.layers)
+        known = [s for s in self.candidates if s.change is not None]
+        self.milliseconds = {(s.layer, s.error): s.milliseconds for s in known}
+        self.costs = {(s.layer, s.error): (s.change or 0.0) ** self.power for s in known}
+        self.dense: Combination = tuple(None for _, error in self.costs if error is None)
 
     def price(self, chosen: Combination) -> float:
         """Return the milliseconds of the attention of all layers."""
@@ -246,10 +245,8 @@ class SettingProblem:
     def uniform(self) -> list[Combination]:
         """Return for each error target the combination that has it where it saves time."""
         targets = sorted({error for _, error in self.costs if error is not None})
-        return [
-            tuple(target if (layer, target) in self.costs else None for layer in self.layers)
-            for target in targets
-        ]
+        layers = range(len(self.dense))
+        return [tuple(x if (i, x) in self.costs else None for i in layers) for x in targets]
 
     def choose(self, budget: float) -> Combination:
         """Return the fastest combination whose costs are within a budget.
@@ -257,22 +254,25 @@ class SettingProblem:
         Dynamic programming over layers and steps of the budget; costs are rounded up, so the budget
         always holds.
         """
+        layers = [[key for key in self.costs if key[0] == i] for i in range(len(self.dense))]
 
-        def steps(setting: LayerSetting) -> int:
-            cost = self.costs[setting.layer, setting.error]
-            if cost == 0.0:
-                return 0
+        def steps(cost: float) -> int:
             return BUDGET_STEPS + 1 if cost > budget else math.ceil(BUDGET_STEPS * cost / budget)
 
         def tables() -> Iterator[tuple[NDArray[np.float64], NDArray[np.intp]]]:
-            for settings in self.layers.values():
-                left = np.arange(BUDGET_STEPS + 1)[:, None] - [steps(s) for s in settings]
-                milliseconds = [s.milliseconds for s in settings]
-                yield np.where(left < 0, np.inf, milliseconds), left.clip(0)
+            for keys in layers:
+                used = [steps(self.costs[key]) if self.costs[key] else 0 for key in keys]
+                left = np.arange(BUDGET_STEPS + 1)[:, None] - used
+                yield np.where(left < 0, np.inf, [self.milliseconds[k] for k in keys]), left.clip(0)
 
         # Of equal times the first setting is taken, dense before any target.
         path = cheapest_path(tables(), BUDGET_STEPS + 1, BUDGET_STEPS)[::-1]
-        return tuple(s[i].error for s, i in zip(self.layers.values(), path, strict=True))
+        return tuple(keys[i][1] for keys, i in zip(layers, path, strict=True))
+
+
+def with_setting(chosen: Combination, index: int, setting: Any) -> Combination:
+    """Give another setting to one layer."""
+    return (*chosen[:index], setting, *chosen[index + 1 :])
 
 
 def cheapest_path(

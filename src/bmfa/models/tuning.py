@@ -1,23 +1,26 @@
 """Choose a setting for each layer of a model on a person's images, within a tolerance."""
 
+import hashlib
 import math
+import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bmfa.attention.api import screened_attention
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_error, check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.models.families import VisionTransformer, find_vision_transformer
-from bmfa.models.image_sample import sample_images
+from bmfa.models.families import find_vision_transformer
+from bmfa.models.image_sample import LEAST_TESTED, divide, part_sizes, sample_images
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
@@ -30,9 +33,10 @@ from bmfa.models.patching import (
 )
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem
+from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, with_setting
+from bmfa.models.tuning_run import Run
 from bmfa.records import environment, round_digits
-from bmfa.timing import synchronize, time_alternating
+from bmfa.timing import time_alternating
 
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.3 to 2 leave the optimum at most that far from a setting. Each target
@@ -46,6 +50,10 @@ IMAGES = {"cuda": 32, "cpu": 8}
 LEAST_GAIN = 0.02
 # Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
 CUDA_CALLS = 8
+# Combinations that are expected to be validated; three to six usually are.
+EXPECTED_CHECKS = 6
+# With a budget of time, up to so many times the usual number of images are used.
+MORE_IMAGES = 4
 # A mean change of equal outputs may be this far below 0 by rounding.
 ROUNDING = 1e-6
 
@@ -61,8 +69,10 @@ def tune(
     options: Mapping[str, Any] | None = None,
     batch_size: int = 1,
     limit: int | None = None,
+    minutes: float | None = None,
     seed: int = 0,
     repeats: int = 5,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
@@ -100,10 +110,16 @@ def tune(
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call; times are of such a batch.
         limit: The number of images to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
-            are more.
+            are more; four times as many with `minutes`.
+        minutes: About how long to tune. The time of a forward pass tells how many error targets, and
+            then how many images, this is enough for, and `plan.effort` what more would bring. None takes
+            as long as all targets take.
         seed: Seed of which images are used, and which of them calibrate, validate and test.
         repeats: The number of times each call is timed; the median counts.
-        progress: True shows a progress bar on a terminal.
+        resume: A file of measurements to continue from, created if it does not exist. It is written
+            now and then, and when the call ends, also by an error or Ctrl-C. With another tolerance,
+            only the validation runs again.
+        progress: True shows a progress bar on a terminal or in a notebook.
 
     Returns:
         The plan.
@@ -112,7 +128,7 @@ def tune(
         TypeError: If the model is not supported, or an argument has a wrong type.
         ValueError: If an argument is out of range, there are fewer than two images, they cannot be
             read or differ in size, the model is patched, or the measure returns NaN or falls below
-            0. The model is unchanged.
+            0. The model is unchanged. Also if the file to resume from belongs to another run.
 
     Example:
         >>> import bmfa, torch
@@ -126,24 +142,24 @@ def tune(
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
-    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
-    module, vit, _, sample, _ = parts
-    if vit.not_tunable:
+    if minutes is not None:
+        minutes = check_number("minutes", minutes, low=0.0, open_low=True)
+    more = 1 if minutes is None else MORE_IMAGES
+    tuner = AttentionTuner(model, images, options, batch_size, limit, seed, more)
+    if tuner.vit.not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
-            "bmfa.patch"
+            f"{type(tuner.model).__name__} is not supported by tune: {tuner.vit.not_tunable}; pass "
+            "error= to bmfa.patch"
         )
-    indices, calibrating = layer_indices(layers, len(vit.attentions)), len(sample["calibration"])
-    if batch_size > calibrating:
+    if batch_size > (calibrating := len(tuner.images["calibration"])):
         raise ValueError(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
             f"{2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    total = len(indices) * len(errors) + 4  # measurements of layers, and of the model
-    with running(module, progress, total, " steps") as advance, warnings.catch_warnings():
+    indices = layer_indices(layers, len(tuner.vit.attentions))
+    with tuner.running(progress, resume, "attention"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        tuner = _AttentionTuner(*parts, advance, found, tolerance, errors, repeats)
-        plan = tuner.make_plan(indices, seed)
+        plan = tuner.make_plan(found, tolerance, errors, indices, repeats, minutes)
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
@@ -154,28 +170,47 @@ def tune(
     return plan
 
 
-@dataclass(eq=False)
 class Tuner:
-    """Runs a model with settings of its layers on images, inside of `running(model, ...)`.
+    """Runs a model with settings of its layers on images.
 
     Args:
-        model: The model.
-        vit: Its parts.
-        options: Keyword arguments of every call.
-        images: (n, 3, height, width) "calibration", "validation" and "test" images.
+        model: The model, or what `load_model` returns.
+        images: As in `tune`, or (n, 3, height, width) "calibration", "validation" and "test" images.
+        options: As in `tune`, like the others.
         batch_size: The number of images in a call.
-        advance: Counts a measurement.
-        references: What the unchanged model returns, by the outputs of a measure and the name of the
-            images.
+        limit: The number of images; None is `usual`, and at least two batches.
+        seed: Seed of their order.
+        more: A factor of `usual`.
     """
 
-    model: nn.Module
-    vit: VisionTransformer
-    options: Mapping[str, Any]
-    images: Mapping[str, Tensor]
-    batch_size: int
-    advance: Callable[[], object]
-    references: dict[Any, list[Any]] = field(default_factory=dict, init=False)
+    usual: ClassVar[Mapping[str, int]] = IMAGES  # by device
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        images: Any,
+        options: Mapping[str, Any] | None = None,
+        batch_size: int = 1,
+        limit: int | None = None,
+        seed: int = 0,
+        more: int = 1,
+    ) -> None:
+        self.model = model.model if isinstance(model, LoadedModel) else model
+        self.vit = find_vision_transformer(self.model)
+        if is_patched(self.model):
+            raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
+        if options is None and isinstance(model, LoadedModel):
+            options = model.options
+        self.options = dict(options or {})
+        self.batch_size, self.seed = check_integer("batch_size", batch_size, low=1), seed
+        floating = (p for p in self.model.parameters() if p.is_floating_point())
+        self.parameter = next(floating, torch.empty(0))
+        if limit is None:
+            usual = self.usual.get(self.parameter.device.type, self.usual["cpu"])
+            limit = max(more * usual, 2 * batch_size)
+        given = isinstance(images, dict)
+        self.images = images if given else divide(sample_images(images, model, limit, seed))
+        self.references: dict[Any, list[Any]] = {}  # what the unchanged model returns
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -183,11 +218,19 @@ class Tuner:
         parts = self.images.items()
         return {name: torch.split(part, self.batch_size) for name, part in parts if len(part)}
 
+    @cached_property
+    def batch(self) -> Tensor:
+        """The first calibration images, in the dtype and on the device of the model."""
+        return self.place(self.batches["calibration"][0])
+
+    @property
+    def tested(self) -> str:
+        """The images that took no part in the choice; those of validation if there are none."""
+        return "test" if "test" in self.batches else "validation"
+
     def place(self, batch: Tensor) -> Tensor:
         """Return a batch in the dtype and on the device of the model."""
-        floating = (p for p in self.model.parameters() if p.is_floating_point())
-        parameter = next(floating, torch.empty(0))
-        return batch.to(parameter.device, parameter.dtype)
+        return batch.to(self.parameter.device, self.parameter.dtype)
 
     def install(self, chosen: Combination) -> None:
         """Change the model to a combination of settings; an empty one changes nothing."""
@@ -197,19 +240,25 @@ class Tuner:
         """Yield what a measure compares for each batch of images."""
         self.install(chosen)
         try:
-            for batch in self.batches[images]:
+            for done, batch in enumerate(self.batches[images], start=1):
                 yield measure.outputs(self.model, self.place(batch), self.options)
+                self.run.advance(ahead=len(self.batches[images]) - done)
         finally:
             unpatch(self.model)
 
     def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        """Return the change of the output on images, which is one step."""
-        self.advance()
-        key = measure.outputs, images
+        """Return the change of the output on images, which is measured once."""
+        total = sum(map(len, self.images.values()))
+        key = f"{measure.name} of {images} of {total} images: {list(chosen)}"
+        found = partial(self._change, measure, images, chosen)
+        return float(self.run.once(key, found, len(self.batches[images])))
+
+    def _change(self, measure: Measure, images: str, chosen: Combination) -> float:
+        key = measure, images
         if key not in self.references:
             self.references[key] = list(self.outputs(measure, images))
         pairs = zip(self.references[key], self.outputs(measure, images, chosen), strict=True)
-        changes = [measure.compare(reference, output) for reference, output in pairs]
+        changes = [measure.compare(expected, output) for expected, output in pairs]
         mean = statistics.fmean(changes, weights=map(len, self.batches[images]))
         if not math.isfinite(mean) or mean < -ROUNDING:
             raise ValueError(
@@ -217,142 +266,302 @@ class Tuner:
                 "finite and grow with the change from 0, its value for equal outputs (return 1 - IoU "
                 "rather than IoU - 1), and the outputs of the model must be finite"
             )
-        return measure.change(max(mean, 0.0))
+        return round_digits(measure.change(max(mean, 0.0)), 6)
 
-    def common_fields(self, seed: int) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """Return the fields that plans of attention and of merging share."""
-        first = self.place(self.batches["calibration"][0])
         return {f"{name}_images": len(part) for name, part in self.images.items()} | {
             "model": ModelFingerprint.from_model(self.model),
-            "img_size": (int(first.shape[-2]), int(first.shape[-1])),
-            "seed": seed,
-            "environment": environment(str(first.device)),
+            "img_size": tuple(self.batch.shape[-2:]),
+            "seed": self.seed,
+            "environment": environment(str(self.batch.device)),
+        }
+
+    @contextmanager
+    def running(
+        self, progress: bool, resume: str | os.PathLike[str] | None = None, kind: str = ""
+    ) -> Iterator[None]:
+        """Evaluate the model without gradients, and restore it however the block ends.
+
+        Args:
+            progress: Whether to show a bar on a terminal or in a notebook.
+            resume: As in `tune`.
+            kind: What the plan is of, for the file.
+        """
+        from tqdm.auto import tqdm
+
+        training = [module for module in self.model.modules() if module.training]
+        identity = {} if resume is None else self.identity(kind)
+        self.model.eval()
+        # The mean rate: passes take about equally long, and an estimate from the last ones jumps.
+        bar = tqdm(unit=" passes", leave=False, smoothing=0, disable=None if progress else True)
+        try:
+            with torch.no_grad(), bar:
+                self.run = Run(bar, resume, identity)
+                try:
+                    yield
+                finally:
+                    self.run.save()
+        finally:
+            unpatch(self.model)
+            for module in training:
+                module.training = True
+
+    def identity(self, kind: str) -> dict[str, Any]:
+        """Return what the measurements depend on, apart from their settings."""
+        pixels = torch.cat(list(self.images.values())).cpu().contiguous()
+        return {
+            "plan": kind,
+            "model": asdict(ModelFingerprint.from_model(self.model)),
+            "device": str(self.parameter.device),
+            "threads": torch.get_num_threads(),
+            "batch_size": self.batch_size,
+            "images": hashlib.sha256(pixels.view(torch.uint8).numpy().tobytes()).hexdigest(),
         }
 
 
-@dataclass(eq=False)
-class _AttentionTuner(Tuner):
+class AttentionTuner(Tuner):
     """One run of `tune` on a model."""
 
-    measure: Measure
-    tolerance: float
-    errors: Sequence[float]
-    repeats: int
-    times: dict[int, Mapping[float | None, float]] = field(default_factory=dict)  # by layer
-    grids: dict[int, Grid] = field(default_factory=dict)
-
-    def make_plan(self, layers: Sequence[int], seed: int) -> Plan:
+    def make_plan(
+        self,
+        measure: Measure,
+        tolerance: float,
+        errors: Sequence[float],
+        layers: Sequence[int],
+        repeats: int,
+        minutes: float | None = None,
+    ) -> Plan:
+        """Calibrate, choose, validate and test; the arguments are those of `tune`, checked."""
         # What is not additive is ranked by features, and only checked by itself.
-        power = self.measure.power
-        additive = MEASURES["features"] if power is None else self.measure
-        depth = len(self.vit.attentions)
-        for measure in dict.fromkeys((additive, self.measure)):
-            self.check_deterministic(measure)
-        batch = self.place(self.batches["calibration"][0])
-        self.time_layers(batch)
-        candidates = []
-        for layer in range(depth):
-            dense = self.times[layer][None]
-            candidates.append(LayerSetting(layer, None, dense, 0.0))
-            for error in self.errors if layer in layers else ():
-                milliseconds, change = self.times[layer][error], None
-                if milliseconds < (1.0 - LEAST_GAIN) * dense:
-                    alone = tuple(error if index == layer else None for index in range(depth))
-                    change = self.change(additive, "calibration", alone)
-                candidates.append(LayerSetting(layer, error, milliseconds, change))
-        problem = SettingProblem(
-            candidates, additive.power or 1, partial(self.change, self.measure)
-        )
-        budget = sum(problem.costs.values()) if power is None else self.tolerance**power
-        search = Search(problem, self.tolerance, power, budget)
+        additive = MEASURES["features"] if measure.power is None else measure
+        measures = list(dict.fromkeys((additive, measure)))
+        expected, effort = partial(self.expected, len(layers), len(measures), repeats), ""
+        seconds = 0.0
+        if minutes is not None:
+            seconds = self.run.once("seconds of a forward pass", self.time_pass)
+            errors, effort = self.afford(errors, expected, seconds, minutes)
+        phases = expected(len(errors), sum(map(len, self.images.values())))
+        self.run.begin("check of the measure", phases)
+        for one in measures:
+            self.check_deterministic(one, tolerance)
+        self.run.begin("times of layers", phases)
+        key = f"times of layers: {repeats} repeats, errors {list(errors)}"
+        timed = self.run.once(key, partial(self.time_layers, measure, errors, repeats))
+        times = {layer: dict(zip((None, *errors), found, strict=True)) for layer, _, found in timed}
+        self.grids = [Grid(*grid) for _, grid, _ in timed]
+        dense: Combination = (None,) * len(times)
+        gaining = [
+            (layer, error)
+            for layer, error in product(layers, errors)
+            if times[layer][error] < (1.0 - LEAST_GAIN) * times[layer][None]
+        ]
+        phases["calibration"] = len(gaining) * len(self.batches["calibration"])
+        self.run.begin("calibration", phases)
+        changes: dict[Any, float] = {(layer, None): 0.0 for layer in times}
+        for layer, error in gaining:
+            alone = with_setting(dense, layer, error)
+            changes[layer, error] = self.change(additive, "calibration", alone)
+        candidates = [
+            LayerSetting(layer, error, milliseconds, changes.get((layer, error)))
+            for layer, found in times.items()
+            for error, milliseconds in found.items()
+            if error is None or layer in layers
+        ]
+        self.run.begin("validation", phases)
+        problem = SettingProblem(candidates, additive.power or 1, partial(self.change, measure))
+        everything = sum(problem.costs.values())
+        budget = tolerance**measure.power if measure.power else everything
+        search = Search(problem, tolerance, measure.power, budget)
+        if minutes is not None:
+            needed = seconds * (phases["times of the model"] + phases["test"])
+            search.is_late = lambda: self.run.seconds + needed > 60 * minutes
         chosen = search.run()
-        dense_ms, planned_ms = time_model(self, batch, chosen.settings)
-        if planned_ms >= dense_ms and any(chosen.settings):
+        self.run.begin("times of the model", phases)
+        dense_ms, exact_ms, planned_ms = time_model(self, self.batch, chosen.settings, repeats)
+        if planned_ms >= min(dense_ms, exact_ms) and any(chosen.settings):
             # The layers gain less than patching a model costs.
-            chosen = search.check(problem.dense)
-            planned_ms = dense_ms
-        measured = chosen.validation_change
-        if "test" in self.batches:
-            measured = self.change(self.measure, "test", chosen.settings)
-        saved = problem.price(problem.dense) - chosen.price
+            chosen, planned_ms = search.check(dense), exact_ms
+        self.run.begin("test", phases)
+        saved = problem.price(dense) - chosen.price
         return Plan(
-            grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
-            batch_size=len(batch),
-            dtype=str(batch.dtype).removeprefix("torch."),
-            device=str(batch.device),
-            measure=self.measure.name,
-            tolerance=self.tolerance,
+            grids=tuple((height, width) for _, (height, width), _ in timed),
+            batch_size=len(self.batch),
+            dtype=str(self.batch.dtype).removeprefix("torch."),
+            device=str(self.batch.device),
+            measure=measure.name,
+            tolerance=tolerance,
             candidates=tuple(candidates),
-            measured_change=measured,
-            checks=tuple(replace(check, chosen=check is chosen) for check in search.checks),
+            measured_change=self.change(measure, self.tested, chosen.settings),
+            checks=search.checks(chosen),
             dense_milliseconds=dense_ms,
+            exact_milliseconds=exact_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
-            predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
+            predicted_milliseconds=max(exact_ms - saved, 0.01 * exact_ms),
             milliseconds=planned_ms,
-            **self.common_fields(seed),
+            effort=effort,
+            **self.common_fields(),
         )
 
-    def change(self, measure: Measure, images: str, chosen: Combination) -> float:
-        return round_digits(super().change(measure, images, chosen), 6)
+    def expected(
+        self, layers: int, measures: int, repeats: int, targets: int, images: int
+    ) -> dict[str, int]:
+        """Return about how many forward passes each phase takes, at most."""
+        calls = [math.ceil(size / self.batch_size) for size in part_sizes(images)]
+        calibration, validation, test = calls
+        return {
+            "check of the measure": 2 * measures * calibration,
+            # Attention is at most about half of a pass, and the tiles take less than dense attention.
+            "times of layers": 1 + (targets + 1) * (repeats + 1) // 2,
+            "calibration": layers * targets * calibration,
+            "validation": validation + EXPECTED_CHECKS * (calibration + validation),
+            "times of the model": 3 * (repeats + 1),
+            "test": 2 * test,
+        }
 
-    def check_deterministic(self, measure: Measure) -> None:
+    def time_pass(self) -> float:
+        """Return the seconds of a forward pass of the unchanged model."""
+        work = {"pass": partial(self.model, self.batch, **self.options)}
+        return time_alternating(work, 1, self.batch.device)["pass"] / 1e3
+
+    def afford(
+        self,
+        errors: Sequence[float],
+        expected: Callable[[int, int], Mapping[str, int]],
+        seconds: float,
+        minutes: float,
+    ) -> tuple[list[float], str]:
+        """Take as many error targets, and then images, as there is time for.
+
+        Args:
+            errors: All error targets.
+            expected: Returns the forward passes for a number of targets and of images.
+            seconds: The time of a pass.
+            minutes: The time from the start of the run on.
+
+        Returns:
+            The targets, and a sentence that says what was taken and what more would bring.
+        """
+        images = torch.cat(list(self.images.values()))
+        least = min(len(images), max(LEAST_TESTED, 2 * self.batch_size))
+        levels = [(targets, least) for targets in range(1, len(errors) + 1)]
+        levels += [(len(errors), number) for number in range(least + 1, len(images) + 1)]
+        needed = [seconds / 60 * sum(expected(*level).values()) for level in levels]
+        last = max((i for i, time in enumerate(needed) if time <= minutes), default=0)
+        targets, number = levels[last]
+        self.images = divide(images[:number])
+        more = ", which is all there is"
+        if targets < len(errors):
+            time = f"about {needed[len(errors) - 1]:.2g} minutes"
+            more = f"; all targets, and a plan that may be faster, take {time}"
+        elif number < len(images):
+            time = f"about {needed[-1]:.2g} minutes"
+            more = f"; all {len(images)} images, which predict others better, take {time}"
+        if needed[last] > minutes:
+            more = f", the least, which takes longer{more}"
+        # Spread evenly over the list, the middle one first.
+        spread = (round((i + 0.5) * len(errors) / targets - 0.5) for i in range(targets))
+        taken = f"{targets} of {len(errors)} error targets on {number} images"
+        return [errors[index] for index in spread], f"{minutes:g} minutes: {taken}{more}"
+
+    def check_deterministic(self, measure: Measure, tolerance: float) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
         change = self.change(measure, "calibration", ())
-        if change > self.tolerance:
+        if change > tolerance:
             raise ValueError(
                 f"the measure {measure.name!r} returned {change:g} for two runs of the unchanged model, "
-                f"above the tolerance of {self.tolerance:g}; it must be 0 for equal outputs "
+                f"above the tolerance of {tolerance:g}; it must be 0 for equal outputs "
                 "(return 1 - IoU rather than IoU), and the model must be deterministic"
             )
 
-    def install(self, chosen: Combination) -> None:
+    def install(
+        self, chosen: Combination, model: nn.Module | None = None, *, exact: bool = False
+    ) -> None:
+        """Change the model, or a copy; with `exact`, dense layers are those of a patched model, too."""
+        model = self.model if model is None else model
         errors = {layer: error for layer, error in enumerate(chosen) if error is not None}
-        if errors:
-            grids = [self.grids[layer] for layer in range(len(chosen))]
-            install_layers(self.model, self.vit, planned_options(errors), grids)
+        options = {layer: {"error": 0.0} for layer in range(len(chosen)) if exact}
+        if options := options | planned_options(errors):
+            install_layers(model, find_vision_transformer(model), options, self.grids)
 
-    def time_layers(self, batch: Tensor) -> None:
+    def time_layers(self, measure: Measure, errors: Sequence[float], repeats: int) -> list[Any]:
         """Run the model once with exact attention, and time the attention of every layer on the way.
 
         Dense attention is what a patched model runs where it is exact: on a CPU the native kernel, where
         it is faster than that of torch.
+
+        Returns:
+            For each layer its index, the height and width of its grid, and the milliseconds of dense
+            attention and of each error target.
         """
 
         def note(inputs: LayerInputs, _: object) -> None:
-            runs.add((inputs.layer, inputs.grid))
-            if inputs.layer not in self.times:
-                found = time_attention(inputs, self.errors, self.repeats)
-                self.times[inputs.layer] = {key: round_digits(ms, 5) for key, ms in found.items()}
+            grid, known = (inputs.grid.height, inputs.grid.width), rows.get(inputs.layer)
+            if known is None:
+                found = time_attention(inputs, errors, repeats)
+                milliseconds = [round_digits(found[error], 5) for error in (None, *errors)]
+                rows[inputs.layer] = [inputs.layer, grid, milliseconds]
+                self.run.advance((1 + len(errors)) * (1 + repeats) // (2 * depth))
+            elif known[1] != grid:
+                raise refused
 
-        runs: set[tuple[int, Grid]] = set()
+        rows: dict[int, list[Any]] = {}
+        depth = len(self.vit.attentions)
+        refused = ValueError(
+            "the layers of the model attend on several grids or not in each pass, and a plan is for one "
+            "grid in each layer, all of which run; pass error= to bmfa.patch"
+        )
         patch(self.model, error=0.0)
         try:
             with observe(self.model, note):
-                self.measure.outputs(self.model, batch, self.options)
+                measure.outputs(self.model, self.batch, self.options)
         finally:
             unpatch(self.model)
-        self.grids = dict(runs)
-        if sorted(layer for layer, _ in runs) != list(range(len(self.vit.attentions))):
-            raise ValueError(
-                f"the layers of the model attend on {sorted(runs, key=str)}, and a plan is for one grid "
-                "in each layer, all of which run in each pass; pass error= to bmfa.patch"
-            )
+        if len(rows) < depth:
+            raise refused
+        return [rows[layer] for layer in range(depth)]
 
 
-def time_model(tuner: _AttentionTuner, batch: Tensor, chosen: Combination) -> tuple[float, float]:
-    """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
-    samples: dict[Combination, list[float]] = {(): [], chosen: []}
-    for _ in range(tuner.repeats + 1):  # the first one warms up
-        for combination, found in samples.items():
-            tuner.install(combination)
-            synchronize(batch.device)
-            start = time.perf_counter()
-            tuner.model(batch, **tuner.options)
-            synchronize(batch.device)
-            found.append(1e3 * (time.perf_counter() - start))
-            unpatch(tuner.model)
-    dense, planned = (round_digits(statistics.median(found[1:]), 5) for found in samples.values())
-    return dense, planned if any(chosen) else dense
+def time_model(
+    tuner: AttentionTuner, batch: Tensor, chosen: Combination, repeats: int
+) -> tuple[float, float, float]:
+    """Return milliseconds of the model, timed in turns.
+
+    Args:
+        tuner: The model, and how it is patched.
+        batch: Images.
+        chosen: The settings of the layers.
+        repeats: The number of times of which the median counts.
+
+    Returns:
+        The time of the unpatched model, of the patched one with dense attention in every layer, and of
+        the patched one with these settings.
+    """
+
+    def measure() -> list[float]:
+        works = {}
+        dense: Combination = (None,) * len(chosen)
+        for name, combination in (("dense", ()), ("exact", dense), ("planned", chosen)):
+            model = copy_sharing_weights(tuner.model)
+            tuner.install(combination, model, exact=True)
+            works[name] = partial(call, model)
+        times = time_alternating(works, repeats, batch.device)
+        return [round_digits(milliseconds, 5) for milliseconds in times.values()]
+
+    def call(model: nn.Module) -> None:
+        model(batch, **tuner.options)
+        tuner.run.advance()
+
+    key = f"times of the model: {repeats} repeats, settings {list(chosen)}"
+    dense_ms, exact_ms, planned_ms = tuner.run.once(key, measure, 3 * (repeats + 1))
+    return dense_ms, exact_ms, planned_ms
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
+    return deepcopy(
+        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    )
 
 
 def time_attention(
@@ -372,79 +581,14 @@ def time_attention(
     return {error: medians[str(error)] / calls for error in (None, *errors)}
 
 
-def prepare(
-    model: nn.Module | LoadedModel,
-    images: Any,
-    options: Mapping[str, Any] | None,
-    usual: Mapping[str, int],
-    batch_size: int,
-    limit: int | None,
-    seed: int,
-) -> tuple[nn.Module, VisionTransformer, dict[str, Any], dict[str, Tensor], int]:
-    """Return the first arguments of a `Tuner`; raise if the model is patched.
-
-    Args:
-        model: As in `tune`, like the others.
-        images: The images.
-        options: Keyword arguments of every call.
-        usual: The number of images by device, where `limit` is None: at least two batches.
-        batch_size: The number of images in a call.
-        limit: The number of images to use.
-        seed: Seed of their order.
-
-    Returns:
-        The module, its parts, the keyword arguments of its calls, the images, their number in a call.
-    """
-    module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
-    vit = find_vision_transformer(module)
-    if is_patched(module):
-        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    least = 2 * check_integer("batch_size", batch_size, low=1)
-    limit = max(usual.get(device, usual["cpu"]), least) if limit is None else limit
-    options = dict(own if options is None else options)
-    return module, vit, options, sample_images(images, model, limit, seed), batch_size
-
-
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
-    """Return a tolerance above 0, and at most 1 for features."""
-    high = 1.0 if measure == "features" else math.inf
-    try:
-        return check_number("tolerance", tolerance, low=0.0, high=high, open_low=True)
-    except ValueError as error:
-        raise ValueError(f"{error}; it is a fraction of the output: 0.05 is 5 %") from None
+    """Return a tolerance above 0; for features it is a fraction."""
+    if measure == "features":
+        return check_error(tolerance, "tolerance", open_low=True)
+    return check_number("tolerance", tolerance, low=0.0, open_low=True)
 
 
 def _check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
-    return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
-
-
-@contextmanager
-def running(
-    model: nn.Module, progress: bool, total: int, unit: str
-) -> Iterator[Callable[[], object]]:
-    """Evaluate a model without gradients, and restore it however the block ends.
-
-    Args:
-        model: The model.
-        progress: Whether to show a bar on a terminal.
-        total: About how many steps there are.
-        unit: Their name.
-
-    Yields:
-        A function that counts a step.
-    """
-    from tqdm import tqdm
-
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    bar = {"leave": False, "dynamic_ncols": True, "disable": None if progress else True}
-    try:
-        with torch.no_grad(), tqdm(total=total, unit=unit, **bar) as steps:
-            yield steps.update
-    finally:
-        unpatch(model)
-        for module in training:
-            module.training = True
+    return tuple(sorted({check_error(x, "errors", open_low=True) for x in errors}))

@@ -1,17 +1,20 @@
 """Choose how many tokens each block of a model removes, on a person's images."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from bmfa.checks import check_number
+from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.flops import count_flops
@@ -20,8 +23,8 @@ from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
 from bmfa.models.patching import unpatch
 from bmfa.models.plan import SCHEDULED, ReductionPlan, check_choice
 from bmfa.models.reducing import last_pass, reduce
-from bmfa.models.search import Check, Combination, Search, cheapest_path
-from bmfa.models.tuning import Tuner, prepare, running
+from bmfa.models.search import Check, Combination, Search, cheapest_path, with_setting
+from bmfa.models.tuning import Tuner
 from bmfa.records import round_digits
 
 Schedule = tuple[int, ...]
@@ -56,6 +59,7 @@ def tune_reduction(
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
@@ -85,7 +89,8 @@ def tune_reduction(
             if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
-        progress: True shows a progress bar on a terminal.
+        resume: A file of measurements to continue from, created if it does not exist; as in `tune`.
+        progress: True shows a progress bar on a terminal or in a notebook.
 
     Returns:
         The plan.
@@ -107,55 +112,62 @@ def tune_reduction(
     """
     target, value = check_target(gflops, agreement)
     check_choice("policy", policy, SCHEDULED)
-    parts = prepare(model, images, options, IMAGES, batch_size, limit, seed)
-    module, vit, _, sample, _ = parts
+    tuner = ReductionTuner(model, images, options, batch_size, limit, seed, policy=policy)
     if target == "gflops":  # nothing is validated
-        unseen = torch.cat([sample["validation"], sample["test"]])
-        sample.update(validation=unseen[:0], test=unseen)
-    # Two schedules of each block alone, and as many around the best one.
-    total = 4 * len(vit.blocks) + 8
-    with running(module, progress, total, " schedules") as advance:
-        tuner = ReductionTuner(*parts, advance, policy)
-        return tuner.make_plan(target, value, seed)
+        unseen = torch.cat([tuner.images["validation"], tuner.images["test"]])
+        tuner.images |= {"validation": unseen[:0], "test": unseen}
+    with tuner.running(progress, resume, policy):
+        return tuner.make_plan(target, value)
 
 
-@dataclass(eq=False)
 class ReductionTuner(Tuner):
-    """Measures schedules of a model, as a problem of `Search`.
+    """Measures schedules of a model, as a problem of `Search`; arguments are those of `Tuner`.
 
     Args:
         policy: The name of the policy.
         rounds: How often the blocks are measured again around a schedule.
     """
 
-    policy: str
-    rounds: int = 1
-    kls: dict[tuple[Schedule, str], float] = field(default_factory=dict)
+    usual = IMAGES
 
-    def __post_init__(self) -> None:
-        depth = len(self.vit.blocks)
-        self.dense: Schedule = (0,) * depth
-        first = self.batches["calibration"][0]
-        self.batches["sample"] = torch.split(
-            torch.cat(list(self.batches["calibration"]))[:SAMPLED], self.batch_size
-        )
-        self.install(self.dense)  # raises if the model cannot be reduced
+    def __init__(self, *args: Any, policy: str, rounds: int = 1, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.policy, self.rounds = policy, rounds
+        self.dense: Schedule = (0,) * len(self.vit.blocks)
+
+    @cached_property
+    def batches(self) -> dict[str, Sequence[Tensor]]:
+        """Batches of the images, and of the "sample" of them that ranks schedules."""
+        sampled = self.images["calibration"][:SAMPLED]
+        return super().batches | {"sample": torch.split(sampled, self.batch_size)}
+
+    @cached_property
+    def counted(self) -> nn.Module:
+        """A copy of the model in float32 on the CPU, whose operations are counted."""
+        return deepcopy(self.model).to("cpu", torch.float32)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of tokens; reading it raises if the model cannot be reduced or does not classify."""
+        self.install(self.dense)
         try:
-            scores = logits(self.model, self.place(first), self.options)
-            self.grid = last_pass(self.model)[1].grid
+            scores = logits(self.model, self.batch, self.options)
+            grid = last_pass(self.model)[1].grid
         finally:
             unpatch(self.model)
         if scores.dim() != 2:
             name = type(self.model).__name__
             raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
-        # Operations are counted on a copy of the model in float32 on the CPU.
-        self.counted = deepcopy(self.model).to("cpu", torch.float32)
+        return grid
+
+    @cached_property
+    def schedules(self) -> "ScheduleModel":
+        """Predictions for schedules."""
+        depth = len(self.dense)
         blocks = range(1 if self.policy == "diffrate" else 0, depth)  # its first block never merges
         policy = make_policy(self.policy, self.dense)
         assert isinstance(policy, BudgetPolicy)
-        self.schedules = ScheduleModel(
-            self.grid.size, depth, blocks, policy.max_removed, self.count
-        )
+        return ScheduleModel(self.grid.size, depth, blocks, policy.max_removed, self.count)
 
     def install(self, chosen: Combination) -> None:
         if chosen:
@@ -168,14 +180,12 @@ class ReductionTuner(Tuner):
         return count_flops(self.counted, pixels, self.options)
 
     def kl(self, schedule: Schedule, images: str = "calibration") -> float:
-        """Return the output KL on images, measured once."""
-        if any(schedule) and (schedule, images) not in self.kls:
-            self.kls[schedule, images] = self.change(MEASURES["logits"], images, schedule)
-        return self.kls.get((schedule, images), 0.0)
+        """Return the output KL on images."""
+        return self.change(MEASURES["logits"], images, schedule) if any(schedule) else 0.0
 
     def measure_alone(self) -> None:
         """Measure the change by every block alone."""
-        alone = ((b, n, with_count(self.dense, b, n)) for b, n in self.schedules.singles())
+        alone = ((b, n, with_setting(self.dense, b, n)) for b, n in self.schedules.singles())
         self.schedules.alone = {(b, n): self.kl(schedule, "sample") for b, n, schedule in alone}
         self.schedules.factors = [1.0] * len(self.dense)
 
@@ -184,8 +194,8 @@ class ReductionTuner(Tuner):
         schedules, step = self.schedules, max(1, round(AROUND_SHARE * self.grid.size))
         schedules.factors, factors = [1.0] * len(self.dense), [1.0] * len(self.dense)
         for block in schedules.blocks:
-            few = with_count(schedule, block, max(0, schedule[block] - step))
-            many = with_count(schedule, block, schedule[block] + step)
+            few = with_setting(schedule, block, max(0, schedule[block] - step))
+            many = with_setting(schedule, block, schedule[block] + step)
             many = many if schedules.clipped(many) == many else schedule
             predicted = schedules.predicted(many) - schedules.predicted(few)
             if predicted > 0.0:
@@ -195,21 +205,19 @@ class ReductionTuner(Tuner):
 
     def best_schedule(self, budget: float) -> Schedule:
         """Return the schedule of at most `budget` operations with the least output KL that is found."""
-        self.measure_alone()
         best = self.start(budget)
         for _ in range(self.rounds):
             self.measure_around(best)
             best = min((best, self.start(budget)), key=self.kl)
         while any(best) and self.count(best) > budget:  # the fit may be off by a few operations
             last = max(block for block, removed in enumerate(best) if removed)
-            best = with_count(best, last, best[last] + 1)
+            best = with_setting(best, last, best[last] + 1)
         return best
 
     def start(self, budget: float, images: str = "calibration") -> Schedule:
         """Return the optimal schedule by the changes alone or an even one, whichever changes less."""
         schedules = self.schedules
-        found = {schedules.optimal(budget), fixed_schedule(schedules, budget)}
-        found.add(schedules.even(range(max(1, schedules.depth // 4), schedules.depth - 1), budget))
+        found = {schedules.optimal(budget), schedules.even(1, budget), schedules.even(2, budget)}
         fitting = [s for s in found if s is not None and schedules.flops(s) <= budget]
         if not fitting:
             least = schedules.flops(schedules.optimal(0.0)) / 1e9
@@ -242,25 +250,32 @@ class ReductionTuner(Tuner):
         """Return nothing: `start` compares with even schedules."""
         return []
 
-    def make_plan(self, target: str, value: float, seed: int) -> ReductionPlan:
+    def make_plan(self, target: str, value: float) -> ReductionPlan:
         """Choose a schedule for a target, and test it."""
         schedule: Combination = self.dense
-        checks: list[Check] = []
-        if target == "agreement":
+        checks: tuple[Check, ...] = ()
+        full = self.count(self.dense) / 1e9
+        # Two schedules of each block alone, then as many around the best one, or some checks.
+        blocks = 2 * len(self.dense) * len(self.batches["sample"])
+        calls = len(self.batches["calibration"]) + len(self.batches[self.tested])
+        phases = {"calibration": blocks, "choice": max(blocks, 6 * calls), "test": 4 * calls}
+        self.run.begin("calibration", phases)
+        if target == "agreement" or full > value:
             self.measure_alone()
+        self.run.begin("choice", phases)
+        if target == "agreement":
             # The tolerance is a share of images, so rounding must not exclude one.
             most = self.cost(self.schedules.optimal(0.0))
             search = Search(self, 1.0 - value + 1e-9, None, most)
             chosen = search.run()
-            schedule = chosen.settings
-            checks = [replace(check, chosen=check is chosen) for check in search.checks]
-        elif self.count(self.dense) > value * 1e9:
+            schedule, checks = chosen.settings, search.checks(chosen)
+        elif full > value:
             schedule = self.best_schedule(value * 1e9)
-        tested = "test" if "test" in self.batches else "validation"
+        self.run.begin("test", phases)
         kl, test_kl, change, test_change = (
             self.change(measure, images, schedule)
             for measure in (MEASURES["logits"], DISAGREEMENT)
-            for images in ("calibration", tested)
+            for images in ("calibration", self.tested)
         )
         return ReductionPlan(
             grid=(self.grid.height, self.grid.width),
@@ -268,14 +283,14 @@ class ReductionTuner(Tuner):
             schedule=schedule,
             target=target,
             target_value=value,
-            full_gflops=self.count(self.dense) / 1e9,
+            full_gflops=full,
             gflops=self.count(schedule) / 1e9,
             calibration_kl=kl,
             calibration_agreement=1.0 - change,
             output_kl=test_kl,
             agreement=1.0 - test_change,
-            checks=tuple(checks),
-            **self.common_fields(seed),
+            checks=checks,
+            **self.common_fields(),
         )
 
 
@@ -395,8 +410,13 @@ class ScheduleModel:
                 low = middle
         return best
 
-    def even(self, blocks: Sequence[int], budget: float) -> Schedule | None:
-        """Return the schedule in which some blocks remove equal parts of what a budget needs."""
+    def even(self, stride: int, budget: float) -> Schedule | None:
+        """Return the schedule in which some blocks remove equal parts of what a budget needs.
+
+        They are every block, or every second one, from a quarter of the depth on, except the last. With
+        every second one it is the schedule of `FreeEnergy` with a count.
+        """
+        blocks = range(max(1, self.depth // 4), self.depth - 1, stride)
         for total in range(self.tokens if len(blocks) else 0):
             schedule = [0] * self.depth
             for index, block in enumerate(blocks):
@@ -404,19 +424,6 @@ class ScheduleModel:
             if self.flops(clipped := self.clipped(tuple(schedule))) <= budget:
                 return clipped
         return None
-
-
-def fixed_schedule(schedules: ScheduleModel, budget: float) -> Schedule | None:
-    """Return the schedule of `FreeEnergy` with a count, with as many tokens removed as a budget needs.
-
-    Every second block merges, from a quarter of the depth on, except the last.
-    """
-    return schedules.even(range(max(1, schedules.depth // 4), schedules.depth - 1, 2), budget)
-
-
-def with_count(schedule: Schedule, block: int, count: int) -> Schedule:
-    """Let a block remove another number of tokens."""
-    return (*schedule[:block], count, *schedule[block + 1 :])
 
 
 def make_policy(name: str, schedule: Schedule) -> Policy:

@@ -14,6 +14,7 @@ def model(
     output: Output,
     bench: Benchmark,
     img_size: list[int] | None = None,
+    plan: str | None = None,
     layers: str = "all",
     tiled: bool = False,
     batch_size: int = 1,
@@ -25,6 +26,7 @@ def model(
     Args:
         img_size (PX): Side of the images in pixels; may be repeated (1024, 2048 and 4096 on a GPU, else
             512, 1024 and 2048).
+        plan (FILE): Plan of bmfa tune, at its size if no other is given.
         layers (CHOICE): Screened layers: all, last-K or indices such as 8,9,10.
         tiled: Use tiles even where dense attention is faster.
         batch_size (N): Images in a batch.
@@ -32,16 +34,21 @@ def model(
         decoder (FILE): Weights of the saliency decoder of the model; adds the agreement of the masks.
     """
     from bmfa.evidence.bench import model as experiment
+    from bmfa.evidence.model_methods import PLAN
+    from bmfa.models import Plan
 
     if bench.show_files(output, COLUMNS):
         return
-    device = output.torch_device()
+    device, methods = output.torch_device(), tuple(bench.method or ())
+    if plan is not None:
+        methods = (*methods, f"{PLAN}{plan}")
+        img_size = img_size or [Plan.load(plan).img_size[0]]
     settings = experiment.Settings(
         model=bench.model,
         weights=bench.weights,
         data_dir=bench.data_dir,
         decoder=decoder,
-        methods=tuple(bench.method or ()),
+        methods=methods,
         layers=opt.parse_layers(layers),
         allow_dense=not tiled,
         batch_size=batch_size,

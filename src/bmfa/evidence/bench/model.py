@@ -25,7 +25,7 @@ from bmfa.evidence.bench.methods import (
 from bmfa.evidence.bench.saliency import load_decoder, masks
 from bmfa.evidence.bench.verify import check_backend
 from bmfa.evidence.metrics import mask_iou, mean, mean_percent, relative_errors
-from bmfa.evidence.model_methods import copy_sharing_weights
+from bmfa.evidence.model_methods import PLAN, copy_sharing_weights
 from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.loop import DTYPES
 from bmfa.grid import Grid
@@ -57,8 +57,8 @@ class Settings:
         weights: File of weights; a timm model without one has random weights.
         data_dir: Folder of images; embedded scenes without.
         decoder: File of weights of a saliency decoder, for the agreement of masks.
-        methods: Names such as `tiles:0.03`, `leaves:0.05` or `error:0.1`; a default for the device
-            without any.
+        methods: Names such as `tiles:0.03`, `leaves:0.05`, `error:0.1` or `plan:FILE`; a default for
+            the device without any.
         layers: Layers to patch: `"all"`, `"last-K"` or indices.
         allow_dense: False to use tiles even where dense attention is faster.
         batch_size: Images in a batch.
@@ -97,7 +97,8 @@ class Settings:
                 f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
-            parse(name)
+            if not name.startswith(PLAN):
+                parse(name)
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
@@ -202,6 +203,9 @@ class SizeBenchmark:
             yield self.pixels.copy_(batch)
 
     def _screened_model(self, name: str) -> nn.Module:
+        if name.startswith(PLAN):
+            plan = name.removeprefix(PLAN)
+            return patch(copy_sharing_weights(self.loaded.model), plan=plan)
         options: dict[str, Any] = arguments(name, self.grid)
         options |= {"layers": self.settings.layers, "allow_dense": self.settings.allow_dense}
         return patch(copy_sharing_weights(self.loaded.model), **options)

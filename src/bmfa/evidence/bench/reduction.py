@@ -21,11 +21,9 @@ from bmfa.evidence.metrics import RESAMPLES, compare, gain_columns
 from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce
-from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
 from bmfa.models.measures import MEASURES
-from bmfa.models.tuning import running
-from bmfa.models.tuning_reduction import ReductionTuner, Schedule, fixed_schedule
+from bmfa.models.tuning_reduction import ReductionTuner, Schedule
 from bmfa.records import Record, Row, environment
 
 BASELINES = ("tome:8", "tome:12")
@@ -124,13 +122,10 @@ def _compare_all(
     model: LoadedModel, options: dict[str, Any], progress: bool, choosing: Tensor, reporting: Tensor
 ) -> dict[str, dict[str, Outcome]]:
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
-    vit = find_vision_transformer(model.model)
     images = {"calibration": choosing, "test": reporting}
-    with running(model.model, progress, 0, " schedules") as advance:
-        policy, rounds, size = (options[name] for name in ("policy", "rounds", "batch_size"))
-        tuner = ReductionTuner(
-            model.model, vit, model.options, images, size, advance, policy, rounds
-        )
+    policy, rounds, size = (options[name] for name in ("policy", "rounds", "batch_size"))
+    tuner = ReductionTuner(model, images, None, size, policy=policy, rounds=rounds)
+    with tuner.running(progress):
         reference = _logits(tuner)
         return {name: _compare(tuner, name, reference) for name in options["baselines"]}
 
@@ -152,8 +147,9 @@ def _compare(tuner: ReductionTuner, name: str, reference: Tensor) -> dict[str, O
     flops = count_flops(tuner.counted, pixels, tuner.options)
     reduce(tuner.model, name)
     found = {"baseline": outcome(name, flops, _logits(tuner))}
+    tuner.measure_alone()
     tuned = tuner.best_schedule(flops)
-    for kind, schedule in (("fixed", fixed_schedule(tuner.schedules, flops)), ("tuned", tuned)):
+    for kind, schedule in (("fixed", tuner.schedules.even(2, flops)), ("tuned", tuned)):
         if schedule is not None:
             method = f"{tuner.policy}:{','.join(map(str, schedule))}"
             found[kind] = outcome(method, tuner.count(schedule), _logits(tuner, schedule))

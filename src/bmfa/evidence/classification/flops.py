@@ -56,7 +56,9 @@ def costs(
                 elif method.policy is not None:
                     flops = count_flops(counted.model, pixels, counted.options)
                     tokens = final_tokens(counted.model)
-            found[name] = {"final_tokens": tokens, "gflops": flops / 1e9}
+            # Tiles have as many operations as the image needs, which are not counted.
+            known = method.plan is None or method.policy is not None
+            found[name] = {"final_tokens": tokens, "gflops": flops / 1e9 if known else None}
     return found
 
 
