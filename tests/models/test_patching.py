@@ -92,6 +92,17 @@ def test_only_queries_keys_and_values_are_replaced() -> None:
     torch.testing.assert_close(seen[0], expected.transpose(1, 2).reshape(2, 65, 24))
 
 
+def test_a_call_names_its_layer_and_model_for_warnings() -> None:
+    calls = []
+    for _ in range(2):
+        model = patch(make_model("vit"), error=0.1, allow_dense=False)
+        with record(model, trees=False) as recording:
+            run(model, images())
+        calls.append(recording[1].stats[0].call)
+    assert calls[0].layer == calls[1].layer == "layer 1 of VisionTransformer"
+    assert 0 < calls[0].model < calls[1].model
+
+
 def test_gradients_flow_through_the_trees() -> None:
     model = patch(make_model("vit"), rule=rules.Optimal(0.01), layers="all").train()
     model(images()).sum().backward()

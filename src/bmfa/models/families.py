@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from bmfa.models.image_readers import read_pixtral, read_qwen, read_siglip2
+from bmfa.models.image_readers import read_pixtral, read_sequence, read_siglip2
 from bmfa.models.packing import Packing
 from bmfa.models.passes import Passes
 from bmfa.models.replacement import AttentionReplacement, InterceptedAttention, class_name
@@ -68,13 +68,16 @@ class VisionTransformer:
 
     def follow(self) -> Passes:
         """Install hooks that follow the forward passes of the model."""
-        passes = self.passes(self.prefix, self.suffix)
+        passes = self.passes(self.prefix, self.suffix, type(self.encoder).__name__)
         passes.watch(self)
         return passes
 
 
 _WINDOWS = "attention inside windows"
+_VIDEOS = "it takes videos instead of (N, 3, height, width) pixels"
 _PATCHES = "it takes patches of images and {} instead of (N, 3, height, width) pixels"
+# Modules that return the shape of the grid, or the positions of the tokens.
+_TELLING = ("NaFlexEmbeds", "Gemma4PatchEmbed")
 # Endings of the class names of models that read spatial tokens after the last block.
 _DENSE = ("ForMaskedImageModeling", "Backbone")
 _POOLED = (*_DENSE, "ForImageClassification")
@@ -85,7 +88,7 @@ _ALL = ("",)
 def _keep_windows(encoder: Any, index: int, block: Any) -> str:
     if block.window_size > 0:
         return _WINDOWS
-    return "pooled queries" if block.query_stride else ""
+    return "pooled queries" if getattr(block, "query_stride", None) else ""
 
 
 def _keep_listed_windows(encoder: Any, index: int, block: Any) -> str:
@@ -126,9 +129,12 @@ _TIMM_LAYOUTS = {
         ("norm2", "mlp", "gamma_2", "drop_path2"),
         rotary="rope",
     ),
+    "timm.models.deepseek_vit.DeepseekVitBlock": BlockLayout(
+        ("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2"), rotary="rope"
+    ),
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
-_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention")
+_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention", "Gemma4Attention")
 _INTERCEPTED = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
 _TIMM = _INTERCEPTED("patch_embed.proj", layouts=_TIMM_LAYOUTS)
 _VIT = BlockLayout(
@@ -146,12 +152,12 @@ _INTERN = BlockLayout(
 )
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
 _CONV, _EMBED = "patch_embeddings.projection", "patch_embedding"
-_QWEN = partial(
+_SEQUENCE = partial(
     Family,
     projection="patch_embed.proj",
     prefix=0,
     replacement=SequenceAttention,
-    read=read_qwen,
+    read=read_sequence,
     keep=_keep_listed_windows,
     not_tunable=_PATCHES.format("grid_thw"),
 )
@@ -162,18 +168,15 @@ _SIGLIP2 = Family(
     read=read_siglip2,
     not_tunable=_PATCHES.format("spatial_shapes"),
 )
-_SAM2 = Family(
-    "Sam2MultiScaleAttention",
-    "patch_embed.projection",
-    0,
-    replacement=MapAttention,
-    keep=_keep_windows,
-)
+_MAPS = partial(Family, prefix=0, replacement=MapAttention, keep=_keep_windows)
 # timm and the embedded model, by the class of the model; subclasses count.
 _TIMM_FAMILIES = {
     "timm.models.vision_transformer.VisionTransformer": _TIMM,
     "timm.models.eva.Eva": _TIMM,
     "bmfa.models.embedded.model.EmbeddedViT": _TIMM,
+    "timm.models.qwen3_vit.Qwen3VitEncoder": _TIMM,
+    "timm.models.deepseek_vit.DeepseekVitEncoder": _TIMM,
+    "timm.models.gemma4_vit.Gemma4VitEncoder": _INTERCEPTED("patch_embed"),
     "timm.models.naflexvit.NaFlexVit": _INTERCEPTED("embeds"),
 }
 # transformers, by the name of the family and the class of the embeddings, which distinguishes the vision
@@ -202,12 +205,41 @@ _TRANSFORMERS_FAMILIES = {
     "internvl.InternVLVisionEmbeddings": Family("InternVLVisionAttention", _CONV, 1, _INTERN, _ALL),
     "blip.BlipVisionEmbeddings": Family("BlipAttention", _EMBED, 1, _CLIP, _ALL, BlipAttention),
     "pixtral.PixtralVisionModel": Family("PixtralAttention", "patch_conv", 0, read=read_pixtral),
-    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": _QWEN("VisionAttention"),
-    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _QWEN("Qwen2_5_VLVisionAttention"),
-    "qwen3_vl.Qwen3VLVisionModel": _QWEN("Qwen3VLVisionAttention"),
-    "qwen3_vl_moe.Qwen3VLMoeVisionModel": _QWEN("Qwen3VLMoeVisionAttention"),
     "siglip2.Siglip2VisionModel": _SIGLIP2,
-    "sam2.Sam2HieraDetModel": _SAM2,
+    "sam2.Sam2HieraDetModel": _MAPS("Sam2MultiScaleAttention", "patch_embed.projection"),
+    "sam3.Sam3ViTModel": _MAPS("Sam3ViTRoPEAttention", "embeddings.patch_embeddings.projection"),
+    "vjepa2.VJEPA2Embeddings": Family(
+        "VJEPA2RopeAttention", "patch_embeddings.proj", 0, not_tunable=_VIDEOS
+    ),
+    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": _SEQUENCE("VisionAttention"),
+    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _SEQUENCE("Qwen2_5_VLVisionAttention"),
+    "qwen2_5_omni.Qwen2_5OmniVisionEncoder": _SEQUENCE("Qwen2_5OmniVisionAttention"),
+    "qwen3_vl.Qwen3VLVisionModel": _SEQUENCE("Qwen3VLVisionAttention"),
+    "qwen3_vl_moe.Qwen3VLMoeVisionModel": _SEQUENCE("Qwen3VLMoeVisionAttention"),
+    "qwen3_omni_moe.Qwen3OmniMoeVisionEncoder": _SEQUENCE("Qwen3OmniMoeVisionAttention"),
+    "qwen3_5.Qwen3_5VisionModel": _SEQUENCE("Qwen3_5VisionAttention"),
+    "qwen3_5_moe.Qwen3_5MoeVisionModel": _SEQUENCE("Qwen3_5MoeVisionAttention"),
+    "qwen4_exp.Qwen4ExpVisionModel": _SEQUENCE("Qwen4ExpVisionAttention"),
+    "glm4v.Glm4vVisionModel": _SEQUENCE("Glm4vVisionAttention"),
+    "glm4v_moe.Glm4vMoeVisionModel": _SEQUENCE("Glm4vMoeVisionAttention"),
+    "glm_ocr.GlmOcrVisionModel": _SEQUENCE("GlmOcrVisionAttention"),
+    "glm5_next.Glm5NextVisionModel": _SEQUENCE("Glm5NextVisionAttention"),
+    "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel": _SEQUENCE(
+        "Ernie4_5_VLMoeVisionAttention"
+    ),
+    "hunyuan_vl.HunYuanVLVisionTransformer": _SEQUENCE(
+        "HunYuanVLVisionAttention", projection="embeddings.patch_embedding"
+    ),
+    "paddleocr_vl.PaddleOCRVisionTransformer": _SEQUENCE(
+        "PaddleOCRVisionAttention", projection="embeddings.patch_embedding"
+    ),
+    "video_llama_3.VideoLlama3VisionModel": _SEQUENCE(
+        "VideoLlama3VisionAttention", projection="embeddings.patch_embedding"
+    ),
+    "exaone4_5.Exaone4_5_VisionModel": _SEQUENCE("Exaone4_5_VisionAttention"),
+    "kimi_k25.Kimi_K25VisionModel": _SEQUENCE(
+        "Kimi_K25VisionAttention", read=partial(read_sequence, whole_clips=True)
+    ),
 }
 FAMILIES = _TIMM_FAMILIES | {
     "transformers.models.{0}.modeling_{0}.{1}".format(*key.split(".")): family
@@ -309,7 +341,7 @@ def _projection(encoder: Any, anchor: nn.Module, family: Family) -> nn.Module:
     owner, _, name = family.projection.rpartition(".")
     embed = anchor.get_submodule(owner)
     projection: Any = getattr(embed, name, None)
-    tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or name == "embeds"
+    tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or type(projection).__name__ in _TELLING
     if family.read is None and not tells:
         raise TypeError(
             f"{class_name(embed)} in {type(encoder).__name__} is not supported: its patches do not come "
