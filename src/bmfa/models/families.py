@@ -6,6 +6,7 @@ timm or transformers, add a row to `FAMILIES`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NoReturn
 
@@ -100,7 +101,8 @@ def _keep_listed_windows(encoder: Any, index: int, block: Any) -> str:
 class Family:
     """Where the parts of a family of models are, and what is done with them."""
 
-    attention: str | tuple[str, ...]  # names of the classes of its attention modules
+    # Names of the classes of its attention modules, * for any characters.
+    attention: str | tuple[str, ...]
     projection: str  # of the module whose class is the key of the table
     prefix: int | None = 1  # tokens before the grid, without registers; None if the model says
     layouts: BlockLayout | dict[str, BlockLayout] | None = None  # by the class of the block
@@ -135,8 +137,8 @@ _TIMM_LAYOUTS = {
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
 _TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention", "Gemma4Attention")
-_INTERCEPTED = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
-_TIMM = _INTERCEPTED("patch_embed.proj", layouts=_TIMM_LAYOUTS)
+_intercepted = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
+_TIMM = _intercepted("patch_embed.proj", layouts=_TIMM_LAYOUTS)
 _VIT = BlockLayout(
     ("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")
 )
@@ -152,8 +154,9 @@ _INTERN = BlockLayout(
 )
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
 _CONV, _EMBED = "patch_embeddings.projection", "patch_embedding"
-_SEQUENCE = partial(
+_sequence = partial(
     Family,
+    attention="*VisionAttention",
     projection="patch_embed.proj",
     prefix=0,
     replacement=SequenceAttention,
@@ -168,7 +171,7 @@ _SIGLIP2 = Family(
     read=read_siglip2,
     not_tunable=_PATCHES.format("spatial_shapes"),
 )
-_MAPS = partial(Family, prefix=0, replacement=MapAttention, keep=_keep_windows)
+_maps = partial(Family, prefix=0, replacement=MapAttention, keep=_keep_windows)
 # timm and the embedded model, by the class of the model; subclasses count.
 _TIMM_FAMILIES = {
     "timm.models.vision_transformer.VisionTransformer": _TIMM,
@@ -176,8 +179,8 @@ _TIMM_FAMILIES = {
     "bmfa.models.embedded.model.EmbeddedViT": _TIMM,
     "timm.models.qwen3_vit.Qwen3VitEncoder": _TIMM,
     "timm.models.deepseek_vit.DeepseekVitEncoder": _TIMM,
-    "timm.models.gemma4_vit.Gemma4VitEncoder": _INTERCEPTED("patch_embed"),
-    "timm.models.naflexvit.NaFlexVit": _INTERCEPTED("embeds"),
+    "timm.models.gemma4_vit.Gemma4VitEncoder": _intercepted("patch_embed"),
+    "timm.models.naflexvit.NaFlexVit": _intercepted("embeds"),
 }
 # transformers, by the name of the family and the class of the embeddings, which distinguishes the vision
 # encoder of CLIP from its text encoder and is the same in all classes of models; or of the model.
@@ -206,39 +209,39 @@ _TRANSFORMERS_FAMILIES = {
     "blip.BlipVisionEmbeddings": Family("BlipAttention", _EMBED, 1, _CLIP, _ALL, BlipAttention),
     "pixtral.PixtralVisionModel": Family("PixtralAttention", "patch_conv", 0, read=read_pixtral),
     "siglip2.Siglip2VisionModel": _SIGLIP2,
-    "sam2.Sam2HieraDetModel": _MAPS("Sam2MultiScaleAttention", "patch_embed.projection"),
-    "sam3.Sam3ViTModel": _MAPS("Sam3ViTRoPEAttention", "embeddings.patch_embeddings.projection"),
+    "sam2.Sam2HieraDetModel": _maps("Sam2MultiScaleAttention", "patch_embed.projection"),
+    "sam3.Sam3ViTModel": _maps("Sam3ViTRoPEAttention", "embeddings.patch_embeddings.projection"),
     "vjepa2.VJEPA2Embeddings": Family(
         "VJEPA2RopeAttention", "patch_embeddings.proj", 0, not_tunable=_VIDEOS
     ),
-    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": _SEQUENCE("VisionAttention"),
-    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _SEQUENCE("Qwen2_5_VLVisionAttention"),
-    "qwen2_5_omni.Qwen2_5OmniVisionEncoder": _SEQUENCE("Qwen2_5OmniVisionAttention"),
-    "qwen3_vl.Qwen3VLVisionModel": _SEQUENCE("Qwen3VLVisionAttention"),
-    "qwen3_vl_moe.Qwen3VLMoeVisionModel": _SEQUENCE("Qwen3VLMoeVisionAttention"),
-    "qwen3_omni_moe.Qwen3OmniMoeVisionEncoder": _SEQUENCE("Qwen3OmniMoeVisionAttention"),
-    "qwen3_5.Qwen3_5VisionModel": _SEQUENCE("Qwen3_5VisionAttention"),
-    "qwen3_5_moe.Qwen3_5MoeVisionModel": _SEQUENCE("Qwen3_5MoeVisionAttention"),
-    "qwen4_exp.Qwen4ExpVisionModel": _SEQUENCE("Qwen4ExpVisionAttention"),
-    "glm4v.Glm4vVisionModel": _SEQUENCE("Glm4vVisionAttention"),
-    "glm4v_moe.Glm4vMoeVisionModel": _SEQUENCE("Glm4vMoeVisionAttention"),
-    "glm_ocr.GlmOcrVisionModel": _SEQUENCE("GlmOcrVisionAttention"),
-    "glm5_next.Glm5NextVisionModel": _SEQUENCE("Glm5NextVisionAttention"),
-    "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel": _SEQUENCE(
-        "Ernie4_5_VLMoeVisionAttention"
+    "kimi_k25.Kimi_K25VisionModel": _sequence(read=partial(read_sequence, whole_clips=True)),
+    **dict.fromkeys(
+        (
+            "qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+            "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+            "qwen2_5_omni.Qwen2_5OmniVisionEncoder",
+            "qwen3_vl.Qwen3VLVisionModel",
+            "qwen3_vl_moe.Qwen3VLMoeVisionModel",
+            "qwen3_omni_moe.Qwen3OmniMoeVisionEncoder",
+            "qwen3_5.Qwen3_5VisionModel",
+            "qwen3_5_moe.Qwen3_5MoeVisionModel",
+            "qwen4_exp.Qwen4ExpVisionModel",
+            "glm4v.Glm4vVisionModel",
+            "glm4v_moe.Glm4vMoeVisionModel",
+            "glm_ocr.GlmOcrVisionModel",
+            "glm5_next.Glm5NextVisionModel",
+            "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+            "exaone4_5.Exaone4_5_VisionModel",
+        ),
+        _sequence(),
     ),
-    "hunyuan_vl.HunYuanVLVisionTransformer": _SEQUENCE(
-        "HunYuanVLVisionAttention", projection="embeddings.patch_embedding"
-    ),
-    "paddleocr_vl.PaddleOCRVisionTransformer": _SEQUENCE(
-        "PaddleOCRVisionAttention", projection="embeddings.patch_embedding"
-    ),
-    "video_llama_3.VideoLlama3VisionModel": _SEQUENCE(
-        "VideoLlama3VisionAttention", projection="embeddings.patch_embedding"
-    ),
-    "exaone4_5.Exaone4_5_VisionModel": _SEQUENCE("Exaone4_5_VisionAttention"),
-    "kimi_k25.Kimi_K25VisionModel": _SEQUENCE(
-        "Kimi_K25VisionAttention", read=partial(read_sequence, whole_clips=True)
+    **dict.fromkeys(
+        (
+            "hunyuan_vl.HunYuanVLVisionTransformer",
+            "paddleocr_vl.PaddleOCRVisionTransformer",
+            "video_llama_3.VideoLlama3VisionModel",
+        ),
+        _sequence(projection="embeddings.patch_embedding"),
     ),
 }
 FAMILIES = _TIMM_FAMILIES | {
@@ -299,7 +302,11 @@ def _find_encoders(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
 def _describe(model: nn.Module, encoder: Any, anchor: Any, family: Family) -> VisionTransformer:
     names = (family.attention,) if isinstance(family.attention, str) else family.attention
     children = ((block, child) for block in encoder.modules() for child in block.children())
-    pairs = [pair for pair in children if type(pair[1]).__name__ in names]
+    pairs = [
+        (block, child)
+        for block, child in children
+        if any(fnmatchcase(type(child).__name__, name) for name in names)
+    ]
     blocks = tuple(block for block, _ in pairs)
     if family.prefix is None:  # timm
         for block in encoder.blocks:
