@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from bmfa.packages import load_package
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 # Frames, height and width of images in patches of 4x4 pixels: an image, and a video of two frames.
 SIZES = ((1, 12, 8), (2, 6, 10))

@@ -2,15 +2,11 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-if find_spec("transformers") is None:
-    pytest.skip("needs transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
 from bmfa.packages import load_package

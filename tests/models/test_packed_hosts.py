@@ -1,16 +1,11 @@
 """Hosts whose tokens are not one grid in raster order: packed images, and grids of their own."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
-
 
 import bmfa
 from bmfa import Grid, rules

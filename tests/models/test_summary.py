@@ -5,16 +5,12 @@ import gc
 import pickle
 import threading
 import weakref
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
 from bmfa.attention.result import ErrorEstimate

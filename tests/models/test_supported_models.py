@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
 from bmfa.models import final_tokens, patch, reduce, unpatch
