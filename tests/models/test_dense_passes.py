@@ -118,7 +118,7 @@ def test_a_copied_attention_does_not_copy_the_model() -> None:
     ("name", "first"),
     [
         ("vit", SMALL),
-        ("hf-dinov2", SMALL),
+        pytest.param("hf-dinov2", SMALL, marks=pytest.mark.slow),
         pytest.param("vit", LARGE, marks=pytest.mark.slow),
         pytest.param("hf-dinov2", LARGE, marks=pytest.mark.slow),
     ],

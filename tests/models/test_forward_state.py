@@ -354,15 +354,8 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
         model(pixels)
 
 
-@pytest.mark.parametrize(
-    ("host", "whole"),
-    [
-        ("vit", True),
-        ("vit", False),
-        ("hf-dinov2", False),
-        pytest.param("hf-dinov2", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", ["vit", pytest.param("hf-dinov2", marks=pytest.mark.slow)])
 def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) -> None:
     model = reduce(make_model(host), "tome:4")
     shown = [images(*size) for size in (WIDE, TALL, WIDE)]

@@ -53,6 +53,7 @@ def test_patching_twice_equals_once() -> None:
         assert not screened_layers(model)
 
 
+@pytest.mark.slow
 def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     cases = []
     for name in ("vit", "hf-vit"):

@@ -410,10 +410,9 @@ def test_triton_gives_the_models_output(policy: str) -> None:
         run(reduce(model.double(), policy, backend="triton"), pixels.double())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(
-    "policy", ["tome:6", pytest.param("free-energy:6", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("policy", ["tome:6", "free-energy:6"])
 def test_a_reduced_model_compiles_whole(policy: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, pixels = (

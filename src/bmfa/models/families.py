@@ -14,7 +14,7 @@ from torch import nn
 
 from bmfa.models.image_readers import read_pixtral, read_sequence, read_siglip2
 from bmfa.models.packing import Packing
-from bmfa.models.passes import Passes
+from bmfa.models.passes import Passes, numbers
 from bmfa.models.replacement import AttentionReplacement, InterceptedAttention, class_name
 from bmfa.models.screened_layer import AttentionFunction
 from bmfa.models.transformers_attention import (
@@ -69,7 +69,8 @@ class VisionTransformer:
 
     def follow(self) -> Passes:
         """Install hooks that follow the forward passes of the model."""
-        passes = self.passes(self.prefix, self.suffix, type(self.encoder).__name__)
+        name = type(self.encoder).__name__
+        passes = self.passes(self.prefix, self.suffix, name, next(numbers))
         passes.watch(self)
         return passes
 

@@ -27,7 +27,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The grid of all images of a pass, or where the tokens of each image are.
 Images: TypeAlias = Grid | Packing
-_numbers = count(1)
+numbers = count(1)  # of patched models
 
 
 def is_recomputing() -> bool:
@@ -130,8 +130,8 @@ class Passes:
 
     prefix: int = 0  # tokens before the grid
     suffix: int = 0  # tokens behind the grid, such as detection tokens
-    model: str = ""  # name of its class
-    number: int = field(default_factory=partial(next, _numbers))  # of the model
+    model: str = ""  # name of its class, and its number: for warnings
+    number: int = 0
     local: PerThread = field(default_factory=PerThread)
     handles: list[Any] = field(default_factory=list)  # of hooks
     warned: set[Grid] = field(default_factory=set)  # grids that a plan is not for

@@ -238,7 +238,7 @@ class ScreenedLayer(AttentionFunction):
             prefix=prefix,
             scale=scale,
             model=passes.number,
-            layer=f"layer {self.layer} of {passes.model}",
+            layer=passes.model and f"layer {self.layer} of {passes.model}",
             **self.options,
         )
         passes.log(self.layer, LayerCall.from_stats(screened.stats))

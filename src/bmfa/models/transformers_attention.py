@@ -236,7 +236,5 @@ def _guess_layer(module: Any, tokens: int) -> ScreenedLayer | None:
         height = width = math.isqrt(spatial)
     if height * width != spatial or spatial == 0:
         return None
-    passes = DescribedPasses(
-        prefix, suffix, type(module).__name__, 0, _no_passes, source=Grid(height, width)
-    )
+    passes = DescribedPasses(prefix, suffix, local=_no_passes, source=Grid(height, width))
     return ScreenedLayer(0, passes)
