@@ -126,11 +126,13 @@ def true_error(result: Screened, q: Tensor, k: Tensor, v: Tensor) -> float:
 # Missed targets
 
 
-def tiled_stats(error: float, *, target: float = 0.05, heads: int = 1, grid: Any = (8, 8)) -> Stats:
+def tiled_stats(
+    error: float, *, target: float = 0.05, heads: int = 1, grid: Any = (8, 8), **caller: Any
+) -> Stats:
     """Stats of a call by Triton whose single probe has this relative error."""
     rows = torch.tensor([[error**2 * 4.0, 4.0, 64.0], [0.0, 0.0, 64.0]], dtype=torch.float64)
     probes = rows.expand(1, heads, 2, 3)
-    call = Call(Grid(*grid), grid[0] * grid[1], error=target, backend="triton")
+    call = Call(Grid(*grid), grid[0] * grid[1], error=target, backend="triton", **caller)
     none = torch.empty(0)
     return Stats("triton", "tiled", "", call, tiles=TiledAttention(none, none, probes, none))
 
@@ -147,6 +149,17 @@ def test_a_missed_target_warns_once_for_calls_of_one_kind(monkeypatch: Any) -> N
     for other in ({"target": 0.02}, {"heads": 2}, {"grid": (8, 16)}):
         with pytest.warns(UserWarning, match="the target is 0"):
             assert tiled_stats(0.05, **{"target": 0.01, **other}).error.met is False
+
+
+def test_a_missed_target_warns_once_for_each_patched_model(monkeypatch: Any) -> None:
+    monkeypatch.setattr(results, "_warned", set())
+    for model in (1, 2):
+        with pytest.warns(UserWarning, match=r"error of 0\.05 in layer 3 of a ViT, and the target"):
+            assert tiled_stats(0.05, target=0.01, layer="layer 3 of a ViT", model=model).error
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for other in ({"target": 0.02}, {"heads": 2}):  # another layer
+                assert tiled_stats(0.05, **{"target": 0.01, "model": model, **other}).error
 
 
 def test_the_warning_and_met_agree(monkeypatch: Any) -> None:

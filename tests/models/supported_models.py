@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bmfa.models import embedded
 from bmfa.packages import load_package
-from models.packed_models import PACKED
+from models.packed_models import PACKED, SEQUENCES
 
 VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
 EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
@@ -77,7 +77,7 @@ class Supported:
     tokens: str = ""  # which tokens are not on the grid; "" for none
     side: int = SIDE
     fullgraph: bool = True  # False if the grids of these inputs are values of tensors
-    options: dict[str, Any] = field(default_factory=dict)  # of `patch`
+    frames: bool = False  # True if frames attend to each other, which trees do not
 
     @property
     def row(self) -> str:
@@ -88,20 +88,11 @@ class Supported:
 HEAD = "| library | model | tokens beside the grid | `bmfa.reduce` |\n|---|---|---|---|"
 
 
-def packed(
-    name: str,
-    library: str,
-    model: str,
-    *,
-    prefix: int = 0,
-    tokens: str = "",
-    fullgraph: bool = False,
-) -> Supported:
+def packed(name: str, library: str = "", model: str = "", **options: Any) -> Supported:
     """The row of a model whose inputs are not images of one size, or whose tokens have another order."""
     make, inputs = PACKED[name]
-    return Supported(
-        library, model, make, prefix, inputs=inputs, tokens=tokens, fullgraph=fullgraph
-    )
+    prefix, whole = options.pop("prefix", 0), name not in SEQUENCES
+    return Supported(library, model, make, prefix, inputs=inputs, **{"fullgraph": whole} | options)
 
 
 def siglip2_inputs(seed: int = 1) -> Inputs:
@@ -203,24 +194,40 @@ SUPPORTED: dict[str, Supported] = {
         hf("InternVLVisionConfig", "InternVLVisionModel", image_size=[32, 32], patch_size=[4, 4]), 1,
         tokens="class", reduces=True,
     ),
+    "vjepa2": packed("vjepa2", "transformers", "V-JEPA 2, frames of one size", frames=True),
     "pixtral": packed("pixtral", "transformers", "Pixtral vision"),
     "qwen2-vl": packed("qwen2-vl", "transformers", "Qwen2-VL vision"),
-    "qwen2.5-vl": packed("qwen2.5-vl", "transformers", "Qwen2.5-VL vision, blocks with full attention"),
-    "qwen3-vl": packed("qwen3-vl", "transformers", "Qwen3-VL vision, also MoE"),
+    "qwen2.5-vl": packed(
+        "qwen2.5-vl", "transformers", "Qwen2.5-VL and Omni vision, blocks with full attention"
+    ),
+    "qwen3-vl": packed("qwen3-vl", "transformers", "Qwen3-VL vision, also MoE and Omni"),
+    "qwen3.5": packed("qwen3.5", "transformers", "Qwen3.5 vision, also MoE and Qwen4-Exp"),
+    "glm4v": packed("glm4v", "transformers", "GLM-4.xV vision, also MoE"),
+    "glm-ocr": packed("glm-ocr", "transformers", "GLM-OCR and GLM-5 vision"),
+    "kimi": packed("kimi", "transformers", "Kimi K2.5 vision", frames=True),
+    "hunyuan": packed("hunyuan", "transformers", "HunyuanVL vision"),
+    "paddleocr": packed("paddleocr", "transformers", "PaddleOCR-VL vision"),
+    "ernie": packed("ernie", "transformers", "ERNIE 4.5-VL vision"),
+    "videollama3": packed("videollama3", "transformers", "VideoLLaMA 3 vision"),
+    "exaone4.5": packed(
+        "exaone4.5", "transformers", "EXAONE 4.5 vision, blocks with full attention"
+    ),
     "naflex": packed(
-        "naflex", "timm", "`NaFlexVit`, images of one size", prefix=3, tokens="class, registers",
-        fullgraph=True,
+        "naflex", "timm", "`NaFlexVit`, images of one size", prefix=3, tokens="class, registers"
     ),
-    "sam2": packed(
-        "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
-    ),
+    "timm-qwen3": packed("timm-qwen3", "timm", "`Qwen3VitEncoder`", reduces=True),
+    "timm-deepseek": packed("timm-deepseek", "timm", "`DeepseekVitEncoder`", reduces=True),
+    "timm-gemma4": packed("timm-gemma4", "timm", "`Gemma4VitEncoder`, images of one size"),
+    "sam2": packed("sam2", "transformers", "Hiera of SAM 2, blocks with global attention"),
+    "sam3": packed("sam3", "transformers", "SAM 3 vision, blocks with global attention"),
     "siglip2": Supported(
         "transformers", "SigLIP2 vision", hf("Siglip2VisionConfig", "Siglip2VisionModel"), 0,
         tokens="padding", inputs=siglip2_inputs, fullgraph=False,
     ),
-    "qwen3-vl-moe": packed("qwen3-vl-moe", "transformers", ""),
-    "naflex-rope": packed("naflex-rope", "timm", "", prefix=3, fullgraph=True),
+    "naflex-rope": packed("naflex-rope", prefix=3),
 }  # fmt: skip
+# For which other rows of the table stand.
+SUPPORTED |= {name: packed(name) for name in SEQUENCES if name not in SUPPORTED}
 
 
 def table() -> str:

@@ -2,15 +2,11 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-if find_spec("transformers") is None:
-    pytest.skip("needs transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
 from bmfa.packages import load_package
@@ -47,7 +43,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from bmfa.models import screened_layer
 
     calls: list[Any] = []
-    original = screened_layer.screened_attention
+    original = screened_layer.run_attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -55,7 +51,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             calls.append((kwargs["grid"], kwargs["prefix"]))
         return result
 
-    monkeypatch.setattr(screened_layer, "screened_attention", spy)
+    monkeypatch.setattr(screened_layer, "run_attention", spy)
     return calls
 
 

@@ -3,15 +3,11 @@
 import copy
 import itertools
 import pickle
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
 from bmfa.attention.dispatch import LEAST_EXACT_SCORES, LEAST_TOKENS, NATIVE
@@ -122,7 +118,7 @@ def test_a_copied_attention_does_not_copy_the_model() -> None:
     ("name", "first"),
     [
         ("vit", SMALL),
-        ("hf-dinov2", SMALL),
+        pytest.param("hf-dinov2", SMALL, marks=pytest.mark.slow),
         pytest.param("vit", LARGE, marks=pytest.mark.slow),
         pytest.param("hf-dinov2", LARGE, marks=pytest.mark.slow),
     ],

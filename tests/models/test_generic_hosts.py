@@ -17,7 +17,7 @@ import bmfa
 from bmfa.models import described as generic
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.screened_layer import screened_layers
+from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.host_models import CPU_BACKEND, in_threads
 
 WIDTH, PATCH = 24, 4
@@ -68,6 +68,7 @@ class UnknownViT(nn.Module):
             for _ in range(depth)
         )
         self.checkpointing = False
+        self.idle = nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.embed(pixels).flatten(2).transpose(1, 2)
@@ -180,6 +181,58 @@ def test_multihead_attention_of_torch() -> None:
         assert torch.equal(unpatch(model)(x), full)
 
 
+class MultiView(nn.Module):
+    """As in VGGT: special tokens before each frame, attention inside of frames and among all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.special = nn.Parameter(torch.randn(5, WIDTH))
+        self.frame = nn.ModuleList(Attention() for _ in range(2))
+        self.all = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, views: Tensor) -> Tensor:
+        batch, frames = views.shape[:2]
+        x = self.embed(views.flatten(0, 1)).flatten(2).transpose(1, 2)
+        x = torch.cat((self.special.expand(len(x), -1, -1), x), 1)
+        for inside, among in zip(self.frame, self.all, strict=True):
+            x = x + 2 * inside(x)
+            x = (x + 2 * among(x.reshape(batch, -1, WIDTH)).view(x.shape)).view(x.shape)
+        return x.view(batch, frames, -1, WIDTH)
+
+
+@torch.no_grad()
+def test_special_tokens_before_each_frame() -> None:
+    def frames_of(views: Tensor) -> bmfa.Grid:
+        return bmfa.Grid(*grid_of(views), frames=views.shape[1])
+
+    torch.manual_seed(0)
+    model, views = MultiView().eval(), torch.randn(2, 3, 3, 48, 80)
+    full = model(views)
+    described = {"attention": ["frame.*", "all.*"], "grid": frames_of, "prefix": 5}
+    assert difference(patch(model, **described, **EXACT)(views), full) < 5e-6
+    seen: list[LayerInputs] = []
+    with observe(patch(model, **described, **COARSE), lambda layer, _: seen.append(layer)):
+        assert difference(model(views), full) > 1e-3
+    frame, among = bmfa.Grid(12, 20), bmfa.Grid(12, 20, frames=3)
+    assert [(x.layer, x.grid, x.prefix) for x in seen] == [
+        (0, frame, 5), (2, among, 15), (1, frame, 5), (3, among, 15)
+    ]  # fmt: skip
+    # The tokens of the frames follow the special ones of all frames, in the order of the frames.
+    index = torch.arange(3 * 245).view(3, 245)
+    order = torch.cat((index[:, :5].flatten(), index[:, 5:].flatten()))
+    inputs: list[Tensor] = []
+    model.all[0].qkv.register_forward_hook(lambda m, i, o: inputs.append(o))
+    with observe(model, lambda layer, _: seen.append(layer)):
+        model(views)
+    v = inputs[0].unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)[2]
+    assert torch.equal(seen[5].v, v[:, :, order])
+    assert torch.equal(unpatch(model)(views), full)
+    # With special tokens before all frames, as many tokens do not fit.
+    with pytest.raises(ValueError, match="245 tokens, but 6 prefix tokens and a 3x12x20 grid"):
+        patch(model, **described | {"prefix": 6}, **COARSE)(views)
+
+
 def test_the_first_forward_pass_refuses() -> None:
     for way, options, error, text in (
         ("by hand", {}, RuntimeError, "computes the softmax itself"),
@@ -188,6 +241,7 @@ def test_the_first_forward_pass_refuses() -> None:
         ("sdpa", {"grid": (16, 15)}, ValueError, "16x15 grid"),
         ("sdpa", {"grid": lambda x: 256}, TypeError, "returned 256"),
         ("sdpa", {"attention": "blocks.*.norm"}, RuntimeError, "LayerNorm"),
+        ("sdpa", {"attention": ["blocks.*.attn", "idle"]}, RuntimeError, "idle did not run"),
     ):
         model = patch(make(way), **NAMED | options, layers="all")
         with pytest.raises(error, match=text):

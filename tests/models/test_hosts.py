@@ -1,13 +1,8 @@
 """Hosts: encoders found, their parts, classes that are refused."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import nn
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import rules
 from bmfa.models import patch, reduce, unpatch

@@ -1,12 +1,7 @@
 """Masks of padding: read by value outside of graphs, and one node of a compiled graph."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa.models import patch
 from bmfa.models.padding_mask import valid_keys

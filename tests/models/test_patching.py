@@ -1,10 +1,8 @@
 """Patched models: exact and restored outputs, copies, options, masks, gradients, compilation."""
 
-import copy
 import pickle
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
-
 from bmfa import Grid, rules, screened_attention
 from bmfa.models import layer_indices, patch, record, unpatch
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import (
-    MODELS,
     SIZED,
     VIT,
     image_size,
@@ -47,8 +41,8 @@ def test_other_sizes_and_aspect_ratios() -> None:
             assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
 
 
-def test_patching_twice_equals_once_and_copies_are_patched_on_their_own() -> None:
-    for name in sorted(MODELS):
+def test_patching_twice_equals_once() -> None:
+    for name in ("vit", "hf-vit", "embedded"):
         model, pixels = make_model(name), images(image_size(name), image_size(name))
         full = run(model, pixels)
         once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
@@ -56,14 +50,11 @@ def test_patching_twice_equals_once_and_copies_are_patched_on_their_own() -> Non
         patch(model, rule=EXACT, layers="all")
         assert torch.equal(run(patch(model, rule=COARSE, layers="last-2"), pixels), once), name
         assert len(screened_layers(model)) == 2
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(run(other, pixels), once), name
-            assert torch.equal(run(unpatch(other), pixels), full), name
-            assert torch.equal(run(model, pixels), once), name
         assert torch.equal(run(unpatch(unpatch(model)), pixels), full), name
         assert not screened_layers(model)
 
 
+@pytest.mark.slow
 def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     cases = []
     for name in ("vit", "hf-vit"):
@@ -91,6 +82,17 @@ def test_only_queries_keys_and_values_are_replaced() -> None:
     q, k, v = inputs[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)
     expected = screened_attention(q, k, v, grid=Grid(8, 8), prefix=1, rule=rule).output
     torch.testing.assert_close(seen[0], expected.transpose(1, 2).reshape(2, 65, 24))
+
+
+def test_a_call_names_its_layer_and_model_for_warnings() -> None:
+    calls = []
+    for _ in range(2):
+        model = patch(make_model("vit"), error=0.1, allow_dense=False)
+        with record(model, trees=False) as recording:
+            run(model, images())
+        calls.append(recording[1].stats[0].call)
+    assert calls[0].layer == calls[1].layer == "layer 1 of VisionTransformer"
+    assert 0 < calls[0].model < calls[1].model
 
 
 def test_gradients_flow_through_the_trees() -> None:

@@ -1,15 +1,11 @@
 """Recordings of screened layers: trees, errors, attention weights."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import rules
 from bmfa.attention.result import Screened
@@ -32,6 +28,8 @@ def test_records_hold_trees_errors_and_attention() -> None:
         run(model, pixels)
         run(model, pixels)
     layer = recording[2]
+    assert repr(recording) == "Recording(calls by layer: {1: 2, 2: 2}, trees=True, attention=True)"
+    assert repr(layer).startswith("LayerRecord(2 stats, 2 trees,") and len(repr(layer)) < 120
     assert len(layer.trees) == len(layer.errors) == len(layer.attention) == 2
     assert layer.errors[0].shape == layer.leaf_ratios[0].shape == (2, 3, 69)
     for weights in (layer.attention[0], layer.full_attention[0]):

@@ -5,7 +5,6 @@ import gc
 import pickle
 import threading
 import weakref
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if find_spec("timm") is None or find_spec("transformers") is None:
-    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
-
 import bmfa
 from bmfa.attention.result import ErrorEstimate
 from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summary, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe
 from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, pixels_of, run
-from models.packed_models import pixtral, pixtral_inputs
+from models.packed_models import make_packed, pixtral_inputs
 
 SMALL, LARGE = 32, 256  # 64 tokens run dense, 4,096 tokens use tiles
 
@@ -50,7 +46,8 @@ def test_a_summary_says_what_ran_with_its_density_and_error(name: str) -> None:
     first, unpatched, last = layer_rows(model)
     for row in (first, last):
         stats = recording[row.layer].stats[0]
-        assert (row.form, row.backend, row.reason) == (stats.form, stats.backend, stats.reason)
+        assert (row.form, row.backend) == (stats.form, stats.backend)
+        assert row.reason == f"{stats.call.expand} of 64 tiles are expanded"
         assert row.density == pytest.approx(stats.density)
         assert row.error == stats.error and isinstance(row.error, ErrorEstimate)
         assert row.density < 1 and row.error.estimate > 0
@@ -89,6 +86,19 @@ def test_the_density_counts_valid_tokens_as_the_statistics_do() -> None:
         run(model, images())
     stats = recording[1].stats[0]
     assert stats.density == pytest.approx(layer_rows(model)[1].density)
+
+
+@torch.no_grad()
+def test_tables_say_what_a_target_came_to_also_in_notebooks() -> None:
+    model = patch(make_model("vit"), error=0.5, allow_dense=False, layers=[1])
+    run(model, pixels_of(LARGE))
+    row = layer_rows(model)[1]
+    assert row.reason == f"error 0.5 expands {100 * row.density:.0f} %"
+    page = summary(model)._repr_html_()
+    assert page.count("<tr>") == 4 and f"<td>{row.reason}</td>" in page
+    patch(model, error=1e-6, allow_dense=False, layers=[1])
+    run(model, pixels_of(LARGE))
+    assert "attention is exact, because" in layer_rows(model)[1].reason
 
 
 @torch.no_grad()
@@ -252,7 +262,7 @@ def test_models_that_are_not_changed_are_refused() -> None:
 
 @torch.no_grad()
 def test_packed_images_have_a_call_for_each_grid() -> None:
-    model, inputs = pixtral().eval(), pixtral_inputs()
+    model, inputs = make_packed("pixtral"), pixtral_inputs()
     patch(model, leaves=0.5, allow_dense=False, layers=[0, 2])
     for _ in range(2):
         model(**inputs)

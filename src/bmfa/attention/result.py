@@ -100,8 +100,12 @@ def _in_groups(probes: Tensor, probes_per_group: int) -> Array:
     return probes.detach().cpu().numpy().reshape(-1, probes_per_group, 3).astype(np.float64)
 
 
-# Calls that have warned, with their number of heads: another model warns, too.
-_warned: set[tuple[Call, int]] = set()
+# What has warned: patched models by their number, other calls with their number of heads.
+_warned: set[int | tuple[Call, int]] = set()
+
+
+def _warning_key(call: Call, heads: int) -> int | tuple[Call, int]:
+    return call.model or (call, heads)
 
 
 def warn_if_missed(probes: Tensor, call: Call) -> None:
@@ -113,14 +117,21 @@ def warn_if_missed(probes: Tensor, call: Call) -> None:
 
 
 def warn_missed(estimate: float, call: Call, heads: int) -> None:
-    """Warn, once for calls of one kind in a process, that the output misses its target for the error."""
-    if (call, heads) in _warned:
+    """Warn, once for a patched model or calls of one kind, that the output misses its target."""
+    key = _warning_key(call, heads)
+    if key in _warned:
         return
-    _warned.add((call, heads))
+    _warned.add(key)
+    where = f" in {call.layer}" if call.layer else ""
+    every = (
+        "bmfa.summary(model) has that of every layer"
+        if where
+        else "stats.error has that of every call"
+    )
     warnings.warn(
-        f"screened_attention measured an output error of {estimate:.3g}, and the target is "
+        f"screened_attention measured an output error of {estimate:.3g}{where}, and the target is "
         f"{call.error:.3g}; for these inputs pass a smaller error=, or leaves=1.0 for exact attention "
-        "(stats.error has the measurement of every call)",
+        f"({every})",
         UserWarning,
         stacklevel=2,
     )
@@ -146,7 +157,7 @@ def check_later(probes: Tensor, call: Call) -> None:
                 return
             _on_its_way.clear()
             warn_if_missed(measured, earlier)
-        if (call, probes.shape[1]) not in _warned:
+        if _warning_key(call, probes.shape[1]) not in _warned:
             measured = torch.empty(probes.shape, dtype=probes.dtype, pin_memory=True)
             measured.copy_(probes, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -215,8 +226,8 @@ class Stats:
         """Measured relative L2 error of the output. Waits for the device.
 
         0 for dense attention, None for a tree for each query. If the target is missed, reading this
-        property warns, once for calls of one kind in a process. Calls by Triton warn of an earlier one;
-        other backends compute a call again that misses its target.
+        property warns, once for a patched model or calls of one kind in a process. Calls by Triton warn
+        of an earlier one; other backends compute a call again that misses its target.
         """
         if self.measure_error is None:
             return None

@@ -149,9 +149,7 @@ class DescribedPasses(Passes):
     def grid_of(self, tokens: int, grid: Grid | None = None) -> Grid:
         """Return the grid of attention over a number of tokens."""
         tokens = int(tokens)
-        if isinstance(self.source, Grid):
-            grid = self.source
-        elif self.source is None:
+        if self.source is None:
             spatial = tokens - self.special
             side = math.isqrt(max(spatial, 0))
             if side == 0 or side * side != spatial:
@@ -162,6 +160,11 @@ class DescribedPasses(Passes):
                     "prefix="
                 )
             grid = Grid(side, side)
+        else:
+            known = self.source if isinstance(self.source, Grid) else self.images
+            grid = known if isinstance(known, Grid) else None
+        if grid is not None and tokens == self.special + grid.height * grid.width:
+            grid = Grid(grid.height, grid.width)  # attention inside of a frame
         return super().grid_of(tokens, grid)
 
 

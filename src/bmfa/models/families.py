@@ -6,14 +6,15 @@ timm or transformers, add a row to `FAMILIES`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
 
-from bmfa.models.image_readers import read_pixtral, read_qwen, read_siglip2
+from bmfa.models.image_readers import read_pixtral, read_sequence, read_siglip2
 from bmfa.models.packing import Packing
-from bmfa.models.passes import Passes
+from bmfa.models.passes import Passes, numbers
 from bmfa.models.replacement import AttentionReplacement, InterceptedAttention, class_name
 from bmfa.models.screened_layer import AttentionFunction
 from bmfa.models.transformers_attention import (
@@ -68,13 +69,17 @@ class VisionTransformer:
 
     def follow(self) -> Passes:
         """Install hooks that follow the forward passes of the model."""
-        passes = self.passes(self.prefix, self.suffix)
+        name = type(self.encoder).__name__
+        passes = self.passes(self.prefix, self.suffix, name, next(numbers))
         passes.watch(self)
         return passes
 
 
 _WINDOWS = "attention inside windows"
+_VIDEOS = "it takes videos instead of (N, 3, height, width) pixels"
 _PATCHES = "it takes patches of images and {} instead of (N, 3, height, width) pixels"
+# Modules that return the shape of the grid, or the positions of the tokens.
+_TELLING = ("NaFlexEmbeds", "Gemma4PatchEmbed")
 # Endings of the class names of models that read spatial tokens after the last block.
 _DENSE = ("ForMaskedImageModeling", "Backbone")
 _POOLED = (*_DENSE, "ForImageClassification")
@@ -85,7 +90,7 @@ _ALL = ("",)
 def _keep_windows(encoder: Any, index: int, block: Any) -> str:
     if block.window_size > 0:
         return _WINDOWS
-    return "pooled queries" if block.query_stride else ""
+    return "pooled queries" if getattr(block, "query_stride", None) else ""
 
 
 def _keep_listed_windows(encoder: Any, index: int, block: Any) -> str:
@@ -97,7 +102,8 @@ def _keep_listed_windows(encoder: Any, index: int, block: Any) -> str:
 class Family:
     """Where the parts of a family of models are, and what is done with them."""
 
-    attention: str | tuple[str, ...]  # names of the classes of its attention modules
+    # Names of the classes of its attention modules, * for any characters.
+    attention: str | tuple[str, ...]
     projection: str  # of the module whose class is the key of the table
     prefix: int | None = 1  # tokens before the grid, without registers; None if the model says
     layouts: BlockLayout | dict[str, BlockLayout] | None = None  # by the class of the block
@@ -126,11 +132,14 @@ _TIMM_LAYOUTS = {
         ("norm2", "mlp", "gamma_2", "drop_path2"),
         rotary="rope",
     ),
+    "timm.models.deepseek_vit.DeepseekVitBlock": BlockLayout(
+        ("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2"), rotary="rope"
+    ),
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
-_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention")
-_INTERCEPTED = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
-_TIMM = _INTERCEPTED("patch_embed.proj", layouts=_TIMM_LAYOUTS)
+_TIMM_ATTENTION = ("Attention", "AttentionRope", "EvaAttention", "Gemma4Attention")
+_intercepted = partial(Family, _TIMM_ATTENTION, prefix=None, replacement=InterceptedAttention)
+_TIMM = _intercepted("patch_embed.proj", layouts=_TIMM_LAYOUTS)
 _VIT = BlockLayout(
     ("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")
 )
@@ -146,12 +155,13 @@ _INTERN = BlockLayout(
 )
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
 _CONV, _EMBED = "patch_embeddings.projection", "patch_embedding"
-_QWEN = partial(
+_sequence = partial(
     Family,
+    attention="*VisionAttention",
     projection="patch_embed.proj",
     prefix=0,
     replacement=SequenceAttention,
-    read=read_qwen,
+    read=read_sequence,
     keep=_keep_listed_windows,
     not_tunable=_PATCHES.format("grid_thw"),
 )
@@ -162,19 +172,16 @@ _SIGLIP2 = Family(
     read=read_siglip2,
     not_tunable=_PATCHES.format("spatial_shapes"),
 )
-_SAM2 = Family(
-    "Sam2MultiScaleAttention",
-    "patch_embed.projection",
-    0,
-    replacement=MapAttention,
-    keep=_keep_windows,
-)
+_maps = partial(Family, prefix=0, replacement=MapAttention, keep=_keep_windows)
 # timm and the embedded model, by the class of the model; subclasses count.
 _TIMM_FAMILIES = {
     "timm.models.vision_transformer.VisionTransformer": _TIMM,
     "timm.models.eva.Eva": _TIMM,
     "bmfa.models.embedded.model.EmbeddedViT": _TIMM,
-    "timm.models.naflexvit.NaFlexVit": _INTERCEPTED("embeds"),
+    "timm.models.qwen3_vit.Qwen3VitEncoder": _TIMM,
+    "timm.models.deepseek_vit.DeepseekVitEncoder": _TIMM,
+    "timm.models.gemma4_vit.Gemma4VitEncoder": _intercepted("patch_embed"),
+    "timm.models.naflexvit.NaFlexVit": _intercepted("embeds"),
 }
 # transformers, by the name of the family and the class of the embeddings, which distinguishes the vision
 # encoder of CLIP from its text encoder and is the same in all classes of models; or of the model.
@@ -202,12 +209,41 @@ _TRANSFORMERS_FAMILIES = {
     "internvl.InternVLVisionEmbeddings": Family("InternVLVisionAttention", _CONV, 1, _INTERN, _ALL),
     "blip.BlipVisionEmbeddings": Family("BlipAttention", _EMBED, 1, _CLIP, _ALL, BlipAttention),
     "pixtral.PixtralVisionModel": Family("PixtralAttention", "patch_conv", 0, read=read_pixtral),
-    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": _QWEN("VisionAttention"),
-    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _QWEN("Qwen2_5_VLVisionAttention"),
-    "qwen3_vl.Qwen3VLVisionModel": _QWEN("Qwen3VLVisionAttention"),
-    "qwen3_vl_moe.Qwen3VLMoeVisionModel": _QWEN("Qwen3VLMoeVisionAttention"),
     "siglip2.Siglip2VisionModel": _SIGLIP2,
-    "sam2.Sam2HieraDetModel": _SAM2,
+    "sam2.Sam2HieraDetModel": _maps("Sam2MultiScaleAttention", "patch_embed.projection"),
+    "sam3.Sam3ViTModel": _maps("Sam3ViTRoPEAttention", "embeddings.patch_embeddings.projection"),
+    "vjepa2.VJEPA2Embeddings": Family(
+        "VJEPA2RopeAttention", "patch_embeddings.proj", 0, not_tunable=_VIDEOS
+    ),
+    "kimi_k25.Kimi_K25VisionModel": _sequence(read=partial(read_sequence, whole_clips=True)),
+    **dict.fromkeys(
+        (
+            "qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+            "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+            "qwen2_5_omni.Qwen2_5OmniVisionEncoder",
+            "qwen3_vl.Qwen3VLVisionModel",
+            "qwen3_vl_moe.Qwen3VLMoeVisionModel",
+            "qwen3_omni_moe.Qwen3OmniMoeVisionEncoder",
+            "qwen3_5.Qwen3_5VisionModel",
+            "qwen3_5_moe.Qwen3_5MoeVisionModel",
+            "qwen4_exp.Qwen4ExpVisionModel",
+            "glm4v.Glm4vVisionModel",
+            "glm4v_moe.Glm4vMoeVisionModel",
+            "glm_ocr.GlmOcrVisionModel",
+            "glm5_next.Glm5NextVisionModel",
+            "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+            "exaone4_5.Exaone4_5_VisionModel",
+        ),
+        _sequence(),
+    ),
+    **dict.fromkeys(
+        (
+            "hunyuan_vl.HunYuanVLVisionTransformer",
+            "paddleocr_vl.PaddleOCRVisionTransformer",
+            "video_llama_3.VideoLlama3VisionModel",
+        ),
+        _sequence(projection="embeddings.patch_embedding"),
+    ),
 }
 FAMILIES = _TIMM_FAMILIES | {
     "transformers.models.{0}.modeling_{0}.{1}".format(*key.split(".")): family
@@ -267,7 +303,11 @@ def _find_encoders(model: nn.Module) -> list[tuple[nn.Module, nn.Module, str]]:
 def _describe(model: nn.Module, encoder: Any, anchor: Any, family: Family) -> VisionTransformer:
     names = (family.attention,) if isinstance(family.attention, str) else family.attention
     children = ((block, child) for block in encoder.modules() for child in block.children())
-    pairs = [pair for pair in children if type(pair[1]).__name__ in names]
+    pairs = [
+        (block, child)
+        for block, child in children
+        if any(fnmatchcase(type(child).__name__, name) for name in names)
+    ]
     blocks = tuple(block for block, _ in pairs)
     if family.prefix is None:  # timm
         for block in encoder.blocks:
@@ -309,7 +349,7 @@ def _projection(encoder: Any, anchor: nn.Module, family: Family) -> nn.Module:
     owner, _, name = family.projection.rpartition(".")
     embed = anchor.get_submodule(owner)
     projection: Any = getattr(embed, name, None)
-    tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or name == "embeds"
+    tells = isinstance(projection, (nn.Conv2d, nn.Conv3d)) or type(projection).__name__ in _TELLING
     if family.read is None and not tells:
         raise TypeError(
             f"{class_name(embed)} in {type(encoder).__name__} is not supported: its patches do not come "

@@ -3,6 +3,8 @@
 These functions read the sizes of the images from the module and the arguments of its forward.
 """
 
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,33 +29,44 @@ def read_pixtral(
     return pack(images, (1, start), pixel_values.device)
 
 
-def read_qwen(encoder: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
-    """Read the images of Qwen: blocks of patches, in windows if the model has some.
+def read_sequence(encoder: Any, *args: Any, whole_clips: bool = False, **kwargs: Any) -> Packing:
+    """Read the images of encoders that take `grid_thw`: blocks of patches, in windows if there are some.
 
-    Every frame of a video is an image of its own. The positions of the patches come from the functions
-    of transformers that the model calls, which read what the caller has computed in advance.
+    The positions of the patches come from the functions of transformers that the model calls, which read
+    what the caller has computed in advance.
+
+    Args:
+        encoder: The vision encoder.
+        args: Arguments of its forward.
+        whole_clips: True if the frames of a video attend to each other; else each is an image.
+        kwargs: Arguments of its forward.
     """
     vision = load_package("transformers.vision_utils")
-    sizes = grid_thw.cpu()
-    merge = int(encoder.spatial_merge_size)
-    positions = vision.get_vision_position_ids(sizes, merge, kwargs=dict(kwargs)).cpu()
+    given = signature(encoder.forward).bind(*args, **kwargs).arguments
+    others, sizes = given.get("kwargs", {}), given["grid_thw"].cpu()
+    merge = given.get("merge_sizes", getattr(encoder, "spatial_merge_size", 1))
+    positions = vision.get_vision_position_ids(sizes, merge, kwargs=dict(others)).cpu()
     if hasattr(encoder, "window_size"):
         window_index, _ = vision.get_vision_window_index(
             sizes,
             spatial_merge_size=merge,
             window_size=encoder.window_size,
             patch_size=encoder.patch_size,
-            kwargs=dict(kwargs),
+            kwargs=dict(others),
         )
         positions = positions.unflatten(0, (-1, merge * merge))[window_index.cpu()].flatten(0, 1)
     images, start = [], 0
     for frames, height, width in sizes.tolist():
+        clip = []
         for _ in range(frames):
             end = start + height * width
             grid, order = raster_order(positions[start:end])
-            images.append((grid, start + order))
+            clip.append((grid, start + order))
             start = end
-    return pack(images, (1, start), hidden_states.device)
+        if whole_clips:
+            clip = [(replace(grid, frames=frames), torch.cat([order for _, order in clip]))]
+        images += clip
+    return pack(images, (1, start), next(iter(given.values())).device)
 
 
 def read_siglip2(

@@ -35,7 +35,7 @@ _EMBEDDED_PREPROCESSING = Preprocessing(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
     """A model in evaluation mode, with its preprocessing and class names, as `load_model` returns it.
 
@@ -60,6 +60,13 @@ class LoadedModel:
     preprocess: Preprocessing
     classes: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Show what the model is, without its modules."""
+        classes = "" if self.classes is None else f", {len(self.classes)} classes"
+        return (
+            f"LoadedModel({self.name!r}, {type(self.model).__name__}{classes}, {self.preprocess})"
+        )
 
     def logits(self, pixels: Tensor) -> Tensor:
         """Compute the class scores of preprocessed images.

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -26,6 +27,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The grid of all images of a pass, or where the tokens of each image are.
 Images: TypeAlias = Grid | Packing
+numbers = count(1)  # of patched models
 
 
 def is_recomputing() -> bool:
@@ -53,6 +55,16 @@ class LayerCall:
             if tiles.probes.is_cuda and torch.cuda.is_current_stream_capturing():
                 kept = None  # a replay of the graph may change the tensors
         return cls(stats.form, stats.backend, stats.reason, kept)
+
+    def explain(self) -> str:
+        """Return the reason, for tiles what the setting came to. Waits for the device."""
+        why_exact = self.reason.partition("; ")[2]
+        if self.form != "tiled" or self.stats is None or why_exact:
+            return why_exact or self.reason
+        call, density = self.stats.call, self.density or 0.0
+        if call.expand is not None:
+            return f"{call.expand} of {call.tiling.tiles} tiles are expanded"
+        return f"{call.setting} expands {100 * density:.0f} %"
 
     @property
     def density(self) -> float | None:
@@ -118,6 +130,8 @@ class Passes:
 
     prefix: int = 0  # tokens before the grid
     suffix: int = 0  # tokens behind the grid, such as detection tokens
+    model: str = ""  # name of its class, and its number: for warnings
+    number: int = 0
     local: PerThread = field(default_factory=PerThread)
     handles: list[Any] = field(default_factory=list)  # of hooks
     warned: set[Grid] = field(default_factory=set)  # grids that a plan is not for
@@ -156,16 +170,25 @@ class Passes:
         self.handles = []
 
     def read_grid(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook of the projection, which returns a map, or tokens and the shape of the grid."""
-        sides = output[1] if isinstance(output, tuple) else output.shape[-2:]
+        """Forward hook of the projection.
+
+        It returns a map (B, C, height, width) or (B, C, frames, height, width), tokens with the shape of
+        the grid (NaFlexViT), or tokens with their positions (Gemma 4).
+        """
+        sides = output.shape[2:] if isinstance(output, Tensor) else output[1]
+        if isinstance(sides, Tensor):
+            image, *positions = (x for x in inputs if x is not None)
+            whole = isinstance(image, Tensor) and image.dim() == 4 and not positions
+            size: Any = module.patch_size
+            sides = [n // p for n, p in zip(image.shape[2:], size, strict=True)] if whole else None
         if sides is None:
             raise ValueError(
                 "images with patch_coord= are not supported in patched models, because each may have "
                 "another grid; pass images of one size, (N, 3, height, width)"
             )
-        height, width = sides
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
-        self.begin(Grid(int(height), int(width)))
+        *frames, height, width = map(int, sides)
+        self.begin(Grid(height, width, frames=frames[0] if frames else 1))
 
     def read_images(
         self, reader: Callable[..., Packing], module: nn.Module, args: Any, kwargs: Any
@@ -274,14 +297,29 @@ class Passes:
                 or "no image went through the patch embedding in this thread; call the model itself, "
                 "not one of its blocks"
             )
-        if self.special + grid.size != tokens:
+        if tokens not in (self.special + grid.size, grid.frames * self.special + grid.size):
             suffix = f" and {self.suffix} tokens behind it" if self.suffix else ""
             raise ValueError(
-                f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
-                f"{grid.height}x{grid.width} grid{suffix} make {self.special + grid.size}; screening "
-                "needs all of them: switch off whatever drops or merges tokens"
+                f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a {grid} "
+                f"grid{suffix} make {self.special + grid.size}; screening needs all of them: switch off "
+                "whatever drops or merges tokens"
             )
         return grid
+
+    def special_first(self, grid: Grid, q: Tensor) -> Tensor | None:
+        """Return the order of the tokens (B, heads, tokens, d) that puts those beside the grid first.
+
+        These are before and behind all tokens of the grid, or before and behind those of each frame.
+        None if the order is that already.
+        """
+        tokens = q.shape[2]
+        frames = 1 if tokens == self.special + grid.size else grid.frames
+        if frames == 1 and not self.suffix:
+            return None
+        index = torch.arange(tokens, device=q.device).view(frames, -1)
+        end = index.shape[1] - self.suffix
+        special = torch.cat((index[:, : self.prefix], index[:, end:]), 1)
+        return torch.cat((special.flatten(), index[:, self.prefix : end].flatten()))
 
     def log(self, layer: int, call: LayerCall) -> None:
         """Note a call of a layer in the running pass; a compiled graph notes nothing."""

@@ -14,7 +14,7 @@ from bmfa.trees.keys import query_chunks
 from bmfa.trees.tree import Tree
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LayerRecord:
     """What one layer did; every list has an entry for each forward pass.
 
@@ -46,8 +46,13 @@ class LayerRecord:
     attention: list[Tensor] = field(default_factory=list)
     full_attention: list[Tensor] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        """Show how many there are of each: the tensors are large."""
+        counts = ", ".join(f"{len(kept)} {name}" for name, kept in vars(self).items() if kept)
+        return f"LayerRecord({counts})"
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class Recording:
     """The records of all screened layers; `recording[index]` is the `LayerRecord` of a layer.
 
@@ -70,6 +75,12 @@ class Recording:
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     keep_trees: bool = True
     keep_attention: bool = False
+
+    def __repr__(self) -> str:
+        """Show the layers and the calls of each, without their tensors."""
+        calls = {layer: len(record.stats) for layer, record in sorted(self.layers.items())}
+        kept = f"trees={self.keep_trees}, attention={self.keep_attention}"
+        return f"Recording(calls by layer: {calls}, {kept})"
 
     def __getitem__(self, layer: int) -> LayerRecord:
         try:

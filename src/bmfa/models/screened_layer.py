@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.api import screened_attention
+from bmfa.attention.api import run_attention
 from bmfa.attention.call import check_tensors
 from bmfa.attention.dispatch import Choice, exact_choice, in_graph
 from bmfa.attention.kernels import native
@@ -33,7 +33,7 @@ class LayerInputs:
     """The inputs of one call of a screened layer."""
 
     layer: int
-    q: Tensor  # (B, heads, prefix + N, d); tokens behind the grid are the first ones of the prefix
+    q: Tensor  # (B, heads, prefix + N, d); tokens behind the grid are in the prefix
     k: Tensor  # (B, heads, prefix + N, d)
     v: Tensor  # (B, heads, prefix + N, d)
     scale: float
@@ -225,17 +225,27 @@ class ScreenedLayer(AttentionFunction):
     ) -> Tensor:
         """Run `screened_attention`, and call the observer."""
         passes = self.passes
-        grid, prefix = passes.grid_of(k.shape[2], grid), passes.special
-        if suffix := passes.suffix:  # tokens behind the grid come first, as prefix tokens
-            q, k, v = (x.roll(suffix, 2) for x in (q, k, v))
-        screened = screened_attention(
-            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
+        grid = passes.grid_of(k.shape[2], grid)
+        prefix, order = k.shape[2] - grid.size, passes.special_first(grid, q)
+        if order is not None:
+            q, k, v = (x[:, :, order] for x in (q, k, v))
+        screened = run_attention(
+            q,
+            k,
+            v,
+            valid,
+            grid=grid,
+            prefix=prefix,
+            scale=scale,
+            model=passes.number,
+            layer=passes.model and f"layer {self.layer} of {passes.model}",
+            **self.options,
         )
         passes.log(self.layer, LayerCall.from_stats(screened.stats))
         if self.observer is not None:
             inputs = LayerInputs(self.layer, q, k, v, scale, grid, prefix, valid)
             self.observer(inputs, screened)
-        return screened.output.roll(-suffix, 2) if suffix else screened.output
+        return screened.output if order is None else screened.output[:, :, order.argsort()]
 
 
 def _dense_attention(

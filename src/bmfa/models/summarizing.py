@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from torch import nn
@@ -32,8 +33,8 @@ class LayerSummary:
             not run in this thread or ran in a compiled graph.
         backend: `"native"`, `"eager"`, `"triton"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.
-        reason: Why this ran.
         calls: The calls of the layer, one for each grid of the images.
+        note: What is said of a layer without calls.
 
     Example:
         >>> import bmfa, torch
@@ -50,8 +51,13 @@ class LayerSummary:
     settings: str | None
     form: str
     backend: str
-    reason: str
     calls: tuple[LayerCall, ...] = ()
+    note: str = ""
+
+    @cached_property
+    def reason(self) -> str:
+        """Why this ran, for tiles how many were expanded. Waits for the device when first read."""
+        return self.note or " / ".join(dict.fromkeys(call.explain() for call in self.calls))
 
     @cached_property
     def density(self) -> float | None:
@@ -192,12 +198,16 @@ class Summary:
     def __getitem__(self, layer: int) -> LayerSummary | BlockSummary:
         return self.rows[layer]
 
+    def _cells(self) -> list[tuple[str, ...]]:
+        """Return the table with its head."""
+        head = _LAYER_COLUMNS if isinstance(self.rows[0], LayerSummary) else _BLOCK_COLUMNS
+        return [head, *(row.cells() for row in self.rows)]
+
     def __str__(self) -> str:
         """Return the table, numbers aligned at the right."""
-        layers = isinstance(self.rows[0], LayerSummary)
-        cells = [_LAYER_COLUMNS if layers else _BLOCK_COLUMNS, *(row.cells() for row in self.rows)]
+        cells = self._cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        numbers = 1 if layers else len(widths)
+        numbers = len(widths) if cells[0] == _BLOCK_COLUMNS else 1
         lines = [
             "  ".join(
                 text.rjust(width) if index < numbers else text.ljust(width)
@@ -208,6 +218,14 @@ class Summary:
         return "\n".join((self.title, *lines, *self.notes))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        head, *body = (map(escape, line) for line in self._cells())
+        lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
+        lines += [f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in body]
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<table><caption>{escape(self.title)}</caption>{''.join(lines)}</table>{notes}"
 
 
 def summary(model: nn.Module) -> Summary:
@@ -281,15 +299,15 @@ def _layer_row(
     settings = None if layer is None else layer.describe()
     if finished is None or finished.compiled:
         reason = _NOT_CALLED if finished is None else _COMPILED
-        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, reason)
+        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, note=reason)
     if layer is None:
-        return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
+        return LayerSummary(index, None, "dense", "host", note=_NOT_PATCHED)
     calls = finished.calls.get(index)
     if not calls:
-        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, "the layer did not run")
-    texts = ((call.form, call.backend, call.reason) for call in calls)
-    form, backend, reason = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
-    return LayerSummary(index, settings, form, backend, reason, tuple(calls))
+        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, note="the layer did not run")
+    texts = ((call.form, call.backend) for call in calls)
+    form, backend = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
+    return LayerSummary(index, settings, form, backend, tuple(calls))
 
 
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:

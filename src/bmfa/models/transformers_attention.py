@@ -68,7 +68,7 @@ class MapAttention(InterfaceAttention):
 
 
 class SequenceAttention(InterfaceAttention):
-    """For modules that would split a sequence (tokens, C) at its images: these attend in one call."""
+    """For modules that split a sequence (..., tokens, C) at its images, which attend in one call."""
 
     def prepare(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Join the images of the call, unless all run dense."""
@@ -76,10 +76,10 @@ class SequenceAttention(InterfaceAttention):
 
     def _join(self, module: Any, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
-        tokens, heads = len(x), module.num_heads
+        tokens, heads = x.shape[-2], module.num_heads
         if self.function.passes.images is None:
             self.function.passes.grid_of(tokens)  # raises: the model itself was not called
-        if self.function.runs_host((1, heads, tokens, x.shape[1] // heads), x):
+        if self.function.runs_host((1, heads, tokens, x.shape[-1] // heads), x):
             return None
         ends = torch.tensor([0, tokens], dtype=torch.int32)
         return args, kwargs | {"cu_seqlens": ends, "bmfa_joined": True}
@@ -236,5 +236,5 @@ def _guess_layer(module: Any, tokens: int) -> ScreenedLayer | None:
         height = width = math.isqrt(spatial)
     if height * width != spatial or spatial == 0:
         return None
-    passes = DescribedPasses(prefix, suffix, _no_passes, source=Grid(height, width))
+    passes = DescribedPasses(prefix, suffix, local=_no_passes, source=Grid(height, width))
     return ScreenedLayer(0, passes)
