@@ -236,6 +236,10 @@ def test_recursive_bound_where_child_masses_underflow() -> None:
     bound = bounds.recursive(tensor([0.0, -1000.0]), tensor([1.0, 1.0]), tensor([0.0, 2000.0]))
     assert bound == pytest.approx(1500 - math.log(2), rel=slack(torch.float64, 1))
     assert bounds.recursive(tensor([5.0, 5.0]), tensor([3.0, 1.0]), tensor([0.0, 0.0])) == 0
+    # A child without weight does not count, whatever its bound.
+    two = bounds.recursive(tensor([1.0, 1.0]), tensor([3.0, 1.0]), tensor([1e-8, 0.0]))
+    three = [tensor(x) for x in ([1.0, 1.0, 9.0], [3.0, 1.0, 0.0], [1e-8, 0.0, 1e6])]
+    assert bounds.recursive(*three) == pytest.approx(two.item(), rel=1e-13)
 
 
 @property_test(seed=seeds, tau=taus, delta=st.floats(0, 10))

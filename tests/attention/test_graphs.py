@@ -20,7 +20,7 @@ CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
     "dense": (SMALL, {}),
     "tiled": (SMALL, TILED),
     "auto": (LONG, {"error": 0.1}),
-    "leaves": (SMALL, {"leaves": 0.4, "allow_dense": False}),
+    "leaves": (SMALL, {"leaves": 0.4, "allow_dense": False, "backend": "eager"}),
     "query grid": (SMALL, {"query_grid": Grid(9, 7), "leaves": 0.5, "allow_dense": False}),
     "optimal": (SMALL, {"rule": rules.Optimal(0.002)}),
     "limited": (SMALL, {"rule": "gamma-h2:0.005", "max_depth": 3}),
