@@ -22,6 +22,7 @@ def saliency_decoder(channels: tuple[int, ...]) -> nn.Sequential:
         A module from (B, C, H, W) features to (B, 1, 8 H, 8 W) saliency, by a sigmoid.
 
     Example:
+        >>> import torch
         >>> decoder = saliency_decoder((8, 4, 4, 2)).eval()
         >>> decoder(torch.zeros(1, 8, 4, 6)).shape
         torch.Size([1, 1, 32, 48])

@@ -90,7 +90,7 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
     Example:
         >>> record = run(fields=3, poses=1, scenes=1)
         >>> [row["method"] for row in record.rows if row["rule"] == "optimal"][1]
-        'fixed-blocks:5'
+        'fixed-blocks:3'
     """
     for name, value in (("fields", fields), ("poses", poses), ("scenes", scenes)):
         check_integer(name, value, low=1)

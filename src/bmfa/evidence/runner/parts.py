@@ -37,8 +37,8 @@ def add(parts: Sequence[Any]) -> Any:
     """Add parts: numbers exactly, in any order and grouping; lists end to end; dictionaries by key.
 
     Example:
-        >>> add([{"sum": 0.1, "names": ["a"]}, {"sum": 0.2, "names": ["b"], "more": 1}])
-        {'sum': 0.3, 'names': ['a', 'b'], 'more': 1}
+        >>> add([{"sum": 0.5, "names": ["a"]}, {"sum": 0.25, "names": ["b"], "more": 1}])
+        {'sum': 0.75, 'names': ['a', 'b'], 'more': 1}
     """
     if isinstance(parts[0], dict):
         keys = dict.fromkeys(key for part in parts for key in part)
