@@ -1,6 +1,7 @@
 """README.md and docs/benchmarks.md: their tables, and numbers of their sentences, are in the records."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 
@@ -113,10 +114,12 @@ def test_numbers_of_sentences_are_those_of_the_records():
     assert [sentence for sentence in sentences() if sentence not in texts] == []
 
 
-def test_records_keep_their_command_and_no_folder_and_are_named():
-    paths = sorted(tables.ROOT.glob("records/*.json"))
-    for path in paths:
-        words = json.loads(path.read_text("utf-8"))["environment"]["command"].split()
-        assert words[0] == "bmfa"
-        assert not [word for word in words if "=/" in word or word.startswith(("/", "~"))]
+def test_records_keep_their_command_and_frame_and_no_folder_and_are_named():
+    for path in sorted(tables.ROOT.glob("records/*.json")):
+        text = path.read_text("utf-8")
+        environment = json.loads(text)["environment"]
+        assert environment["command"].startswith("bmfa ")
+        assert {"torch", "device_name", "python"} <= environment.keys(), path
+        # No path from a root, a home folder or a drive, at the start of a string or of a word.
+        assert re.search(r'[\s"=\'(:,](?:/|~/|[A-Z]:\\)\w', text) is None, path
         assert f"`{path.stem}.json`" in PAGE or path.stem == "gallery"

@@ -66,16 +66,13 @@ def test_the_repair_is_for_a_cpu_build_that_lacks_the_operators_and_declares_the
         assert f"{needed}\n" in printed and declared in printed, (name, cuda)
 
 
-def test_the_hook_loads_nothing_and_is_installed_once():
+def test_the_installed_repair_is_one_hook_that_works_without_the_checkout(tmp_path):
     code = (
         "before = len(sys.meta_path)\n"
         "import importlib, torchvision_operators; importlib.reload(torchvision_operators)\n"
         "print(len(sys.meta_path) - before, 'torch' in sys.modules)"
     )
     assert run(code, TOOLS) == "1 False\n"
-
-
-def test_the_installed_repair_works_without_the_checkout(tmp_path):
     tool = runpy.run_path(str(TOOLS / "torchvision_operators.py"), run_name="tool")
     sys.meta_path[:] = [f for f in sys.meta_path if type(f) is not tool["OperatorFinder"]]
     site = tmp_path / "site"

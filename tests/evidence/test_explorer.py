@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,43 +207,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys)
 
 # ----------------------------------------------------------------------------- trees in Chromium
 
-# Trees of fields; a pointer over the middle of a patch, keys, sliders and addresses.
-HANDS = """
-const [panel, other] = bmfa.panels, { state } = bmfa;
-page.HTMLCanvasElement.prototype.setPointerCapture = () => {}; // needs a pointer of flesh and blood
-const trees = (fields, thresholds) => fields.map(({ height, width, scores, tau, valid }) => {
-  const { layout, Pyramid, RULES, screen, error } = bmfa.trees;
-  const pyramid = new Pyramid(layout(height, width), Float64Array.from(scores), { tau, valid });
-  return RULES.map((rule) => thresholds.map((threshold) => {
-    const leaves = screen(pyramid, rule, threshold);
-    return [leaves.map((leaf) => leaf.box), error(pyramid, leaves)];
-  }));
-});
-const point = async (type, token, pointerType = "mouse") => {
-  const box = panel.canvas.getBoundingClientRect(), { height, width } = bmfa.data.layers[state.layer];
-  const clientX = box.left + (token % width + 0.5) * box.width / width;
-  const clientY = box.top + (Math.floor(token / width) + 0.5) * box.height / height;
-  const event = { clientX, clientY, pointerType, pointerId: 1, isPrimary: true, bubbles: true };
-  panel.canvas.dispatchEvent(new page.PointerEvent(`pointer${type}`, event));
-  await settle();
-};
-const press = async (...keys) => {
-  for (const key of keys) {
-    document.dispatchEvent(new page.KeyboardEvent("keydown", { key, bubbles: true }));
-    await settle();
-  }
-};
-const slide = async (one, position) => {
-  one.range.value = position;
-  one.range.dispatchEvent(new page.Event("input", { bubbles: true }));
-  await settle();
-};
-const go = async (address) => {
-  page.location.hash = address;
-  await settle();
-};
-const leaves = () => bmfa.panels.map((one) => one.tree?.leaves.length);
-"""
+HANDS = Path(__file__).with_name("explorer_hands.js").read_text("utf-8")
 
 
 def look(page_file, script: str, **options):
@@ -312,16 +277,7 @@ def test_scores_and_numbers_of_the_page_are_those_of_python(page_file, explorati
     addresses = ("query=3,4&rule=gamma:0.05", "query=class&rule=optimal:0.01&layer=2&head=1")
     scores, shown = look(
         page_file,
-        """const shown = [];
-        for (const address of args.addresses) {
-          await go(`#${address}`);
-          const { tree, values } = panel;
-          shown.push({ ...state, leaves: tree.leaves.length, error: tree.error, moved: tree.moved,
-            screened: Array.from(tree.screened),
-            masses: tree.leaves.map((leaf) => [leaf.full, leaf.gap]),
-            shown: [values.leaves.textContent, values.gap.textContent] });
-        }
-        return [args.chosen.map((place) => Array.from(bmfa.scoresOf(...place))), shown];""",
+        "return await numbersAt();",
         chosen=chosen,
         addresses=addresses,
     )
@@ -354,29 +310,7 @@ def test_scores_and_numbers_of_the_page_are_those_of_python(page_file, explorati
 def test_pointers_and_keys_choose_what_is_shown(page_file):
     found = look(
         page_file,
-        """const seen = {}, { width } = bmfa.data.layers[state.layer];
-        await point("down", 33);
-        await point("move", 37);
-        seen.dragged = [state.query, document.getElementById("query").textContent];
-        await point("up", 37);
-        await point("move", 20);
-        const leaf = panel.tree.leaves[panel.tree.index[20]];
-        seen.hover = [state.query, document.querySelector(".leaf h3").textContent];
-        seen.mass = [100 * leaf.full, panel.values["leaf-full"].textContent];
-        await point("down", 50, "touch");
-        for (let token = 51; token <= 54; token++) await point("move", token, "touch");
-        await point("up", 54, "touch");
-        await point("down", 60, "touch");
-        await point("move", 76, "touch"); // downwards: the page scrolls
-        await point("cancel", 76, "touch");
-        seen.swept = state.query;
-        await press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowUp");
-        await press("]", ".", "5", "v", "m", "ArrowRight");
-        seen.state = structuredClone(state);
-        await press("+");
-        seen.threshold = state.rules[0].threshold;
-        await press("0", "Escape");
-        return { ...seen, width, token: state.query, leaf: state.leaf };""",
+        "return await pointersAndKeys();",
         address="#query=5,5&layer=3&head=0&rule=gamma:0.05",
     )
     assert found["dragged"][0] == 37 and found["dragged"][1].startswith("row ")
@@ -395,28 +329,7 @@ def test_pointers_and_keys_choose_what_is_shown(page_file):
 def test_sliders_lists_and_curves_choose_the_rule(page_file):
     found = look(
         page_file,
-        """const seen = {};
-        await slide(panel, panel.range.max);
-        seen.coarse = leaves()[0];
-        await slide(panel, 0);
-        seen.fine = [leaves()[0], Number(panel.values.leaves.textContent)];
-        panel.select.value = "mass";
-        panel.select.dispatchEvent(new page.Event("change"));
-        await go("#rule=gamma:5");
-        const box = document.querySelector("#chart svg").getBoundingClientRect();
-        const clientX = box.left + 0.8 * box.width, clientY = box.top + 0.6 * box.height;
-        const click = new page.MouseEvent("click", { clientX, clientY, bubbles: true });
-        document.getElementById("chart").dispatchEvent(click);
-        await settle();
-        seen.taken = leaves()[0];
-        await go("#rule=exact-gap:0.3&with=optimal:0.3");
-        await press("e");
-        seen.equal = [page.location.hash, leaves()];
-        seen.optimal = Array.from({ length: 300 }, (_, i) =>
-          bmfa.trees.screen(bmfa.current().pyramid, "optimal", 10 ** (-7 + i / 40)).length);
-        // The rule that is touched leads: now the other one follows.
-        await slide(other, other.range.max / 3);
-        return { ...seen, led: leaves() };""",
+        "return await slidersListsAndCurves();",
     )
     assert found["coarse"] == 1 and found["fine"][0] == found["fine"][1] > 1 < found["taken"]
     address, (leading, following) = found["equal"]
@@ -431,15 +344,7 @@ def test_sliders_lists_and_curves_choose_the_rule(page_file):
 def test_the_address_holds_the_state_and_restores_it(page_file, exploration):
     layer = exploration.layers[-2].layer
     given = f"#layer={layer}&head=1&query=2,9&show=difference&rule=mass:0.004"
-    script = """const seen = [];
-    for (const address of args.nonsense) {
-      await go(address);
-      seen.push(leaves()[0]);
-    }
-    await go(args.given);
-    await point("down", 40);
-    await press("c");
-    return [page.location.hash, state, seen];"""
+    script = "return await addresses();"
     nonsense = (
         "#layer=99&head=-4&query=900,900&rule=nonsense:1&with=gamma:-1&show=x&leaf=1",
         "#rule=gamma:&query=%E0%A4%A&head=1.5&layer=__proto__",
@@ -462,14 +367,7 @@ def test_markup_masks_and_long_grids_are_drawn(exploration, tmp_path):
     layers = [ExploredLayer(0, Grid(3, 5), 2, heads, valid), exploration.layers[-1]]
     start = {"layer": 0, "head": 1, "query": 7}
     made = replace(exploration, layers=layers, start=start, title=name, model=name)
-    script = """const tokens = panel.tree.leaves.reduce((sum, leaf) => sum + leaf.count, 0);
-    const outside = panel.tree.index[4];
-    await point("down", 9); // padding is no query
-    await point("up", 9);
-    const query = state.query;
-    await press("]");
-    const heading = document.getElementById("title").textContent;
-    return [tokens, outside, query, state.layer, heading, document.title, document.images.length];"""
+    script = "return await markupAndMasks();"
     *found, heading, title, images = look(write_page(made, tmp_path), script)
     assert found == [int(valid.sum()), -1, 7, 1]
     assert heading == name and title.startswith(name) and images == 0
@@ -477,18 +375,8 @@ def test_markup_masks_and_long_grids_are_drawn(exploration, tmp_path):
 
 @browser
 def test_the_page_fits_the_screen_in_both_themes(page_file):
-    script = """const seen = [];
-    for (const address of ["#", "#rule=gamma:0.05&with=optimal:0.002"]) {
-      await go(address);
-      seen.push([...document.querySelectorAll("main *")].filter((one) => {
-        const { left, right, width } = one.getBoundingClientRect();
-        const outside = width && (left < -1 || right > page.innerWidth + 1);
-        return outside && !one.closest(".chips, .hidden, svg");
-      }).map((one) => one.className || one.tagName));
-    }
-    const background = page.getComputedStyle(document.body).backgroundColor;
-    return [document.documentElement.scrollWidth, seen, background];"""
+    script = "return await outsideOfTheScreen();"
     for width, dark in ((1280, False), (390, True)):
         found = look(page_file, script, width=width, height=844, dark=dark)
-        assert found[0] <= width and found[1] == [[], []]
+        assert found[0] <= width and found[1] == [[], []] and found[3]
         assert (max(map(int, re.findall(r"\d+", found[2]))) < 60) == dark

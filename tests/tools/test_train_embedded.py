@@ -39,13 +39,8 @@ def test_training_resumes_to_the_identical_state(tmp_path):
         if seen == [1, 2]:
             raise KeyboardInterrupt
 
-    common = {
-        "seed": 3,
-        "steps": 3,
-        "resume": tmp_path / "checkpoint",
-        "recipe": SMALL,
-        "log": stop,
-    }
+    common = {"seed": 3, "steps": 3, "recipe": SMALL, "log": stop}
+    common["resume"] = tmp_path / "checkpoint"
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "resumed", **common)
     assert not (tmp_path / "resumed").exists()
@@ -69,6 +64,13 @@ def test_training_stops_when_its_time_is_over_and_goes_on_later(tmp_path):
     held_out = [row for row in record.rows if row["what"] == "held-out"]
     assert [(row["img_size"], row["images"]) for row in held_out] == [(128, 2), (512, 1)]
     assert record.settings["weights_bytes"] == (tmp_path / "weights").stat().st_size < 2_500_000
+    # A training by time takes images as they are drawn.
+    common = {"seconds": 2.0, "recipe": SMALL, "resume": tmp_path / "by-time"}
+    assert train(tmp_path / "weights", stop_after=0.5, **common) is None
+    record = train(tmp_path / "weights", **common)
+    assert record.settings["seconds"] >= 2.0
+    assert record.settings["images_drawn"] >= 8
+    assert record.rows[-1]["tokens"] == 4096
 
 
 def test_the_script_writes_weights_and_record(tmp_path, capsys, monkeypatch):
@@ -98,15 +100,6 @@ def test_steps_have_images_of_several_sizes():
         assert cells.shape == (count, 2, side // 2, side // 2)
         mask, ticks = cells.unbind(1)
         assert bool((ticks <= mask).all()) and 0 < ticks.mean() < mask.mean() < 0.1
-
-
-def test_a_training_by_time_takes_images_as_they_are_drawn(tmp_path):
-    common = {"seconds": 2.0, "recipe": SMALL, "resume": tmp_path / "checkpoint"}
-    assert train(tmp_path / "weights", stop_after=0.5, **common) is None
-    record = train(tmp_path / "weights", **common)
-    assert record.settings["seconds"] >= 2.0
-    assert record.settings["images_drawn"] >= 8
-    assert record.rows[-1]["tokens"] == 4096
 
 
 def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):

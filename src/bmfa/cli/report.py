@@ -35,7 +35,7 @@ def report(
     Args:
         output (DIR): Folder for the page and the records.
         records (FILE): Make the page from this record, without running any experiment; repeat for
-            several.
+            several. What they do not hold is left out.
         files ([FILE]...): Further files for --records.
         png: Write every figure as PNG, too.
         coco (ANNOTATIONS IMAGES): Run the probe of a COCO file and its folder or zip of images, instead
@@ -101,7 +101,7 @@ def report(
         write_atomic(explorer, build_explorer(exploration, report="index.html"))
     link = explorer.name if explorer.is_file() else None
     try:
-        page = build_page(collected, link)
+        page = build_page(collected, link, only_measured=bool(paths))
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise _unusable_records(collected, error) from error
     write_atomic(folder / "index.html", page)

@@ -1,27 +1,15 @@
 """Records that come with the library: runs on real data, which `bmfa report` shows by default."""
 
+import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
 from bmfa.evidence.page.origins import mark_recorded
 from bmfa.records import Record
 
-# The records on the page by file name, with the data that stands for them: a person's own files of
-# this kind replace the record.
-SHOWN = {
-    "probe-coco-image-edge": "coco",
-    "probe-coco-mask-only": "coco",
-    "probe-lvis-image-edge": "lvis",
-    "probe-lvis-mask-only": "lvis",
-    "cases-coco": "coco",
-    "closed-loop-deit-h200": "model",
-    "closed-loop-layers-deit-cpu": "model",
-    "evaluate-rules-deit-h200": "model",
-    "reduction-deit-cpu": "model",
-    "model-saliency-h200": "saliency",
-    "model-cpu": "saliency",
-    "model-saliency-cpu": "saliency",
-}
+_CHOICES = tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
+# The records on the page by file name, with the data that stands for them.
+SHOWN: dict[str, str] = _CHOICES["recorded"]
 # A wheel holds the folder `records` of the repository here.
 PACKAGED = Path(__file__).parent / "recorded"
 

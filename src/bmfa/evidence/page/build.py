@@ -8,7 +8,7 @@ from typing import Any
 
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import plots
-from bmfa.evidence.page.claims import TEXTS, Claim, judge
+from bmfa.evidence.page.claims import TEXTS, Claim, Verdict, judge
 from bmfa.evidence.page.record_set import UNPRINTABLE, MissingValueError, RecordSet, unique
 from bmfa.evidence.page.rendering import VALUES, templates
 from bmfa.packages import load_package
@@ -23,13 +23,16 @@ for _folder in {chapter["template"].partition("/")[0] for chapter in CHAPTERS.va
 FIGURES = plots.FIGURES  # those of all chapters
 
 
-def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
+def build_page(
+    records: Sequence[Record], explorer: str | None = None, *, only_measured: bool = False
+) -> str:
     """Build one self-contained HTML page.
 
     Args:
         records: records of any experiments. A chapter without its record shows the command that makes
             the record; an experiment without a chapter gets a plain table.
         explorer: address of the explorer of the same run, for a link; None for no link.
+        only_measured: leave out the chapters and the claims that the records do not hold.
 
     Returns:
         The page as text; it loads nothing from other files or hosts.
@@ -43,6 +46,10 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         True
     """
     found = RecordSet(records)
+    claims, chapters = all_claims(found), {name: _chapter(name, found) for name in CHAPTERS}
+    if only_measured:
+        claims = [claim for claim in claims if claim.verdict is not Verdict.NOT_MEASURED]
+        chapters = {name: html for name, html in chapters.items() if html}
     known = {chapter["experiment"] for chapter in CHAPTERS.values()} | {"gallery", "blocks"}
     known |= {"reduction"} if found.has("evaluate") else set()  # a part of that chapter
     page: str = (
@@ -51,10 +58,9 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         .render(
             title=TITLE,
             records=found,
-            claims=all_claims(found),
+            claims=claims,
             methods=_methods(found),
-            chapters=CHAPTERS,
-            shown={name: _chapter(name, found) for name in CHAPTERS},
+            chapters=[(name, CHAPTERS[name], html) for name, html in chapters.items()],
             others=dict.fromkeys(r.experiment for r in records if r.experiment not in known),
             environments=_environments(records),
             explorer=explorer,

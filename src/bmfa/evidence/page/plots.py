@@ -40,7 +40,6 @@ LIGHT = dict(re.findall(r"--(\w+): (#\w{6})", STYLE_SHEET.partition("@media")[0]
 # Colours over photographs, the same in both themes.
 DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
 
-BACKGROUND = {"facecolor": LIGHT["surface"], "edgecolor": "none", "pad": 1.0}  # of text over lines
 # The axis of leaf ratios.
 LEAF_AXIS: dict[str, Any] = {
     "x_label": "leaf ratio, % of tokens, logarithmic",
@@ -230,6 +229,13 @@ def set_axes(
     for axis, ticks in ((axes.xaxis, x_ticks), (axes.yaxis, y_ticks)):
         if len(ticks):
             set_ticks(axis, ticks)
+
+
+def annotate(axes: "Axes", text: str, point: tuple[float, float], **options: Any) -> None:
+    """Write small text beside a point, on a background that hides lines."""
+    background = {"facecolor": LIGHT["surface"], "edgecolor": "none", "pad": 1.0}
+    options = {"textcoords": "offset points", "fontsize": SMALL, "bbox": background, **options}
+    axes.annotate(text, point, **options)
 
 
 def set_ticks(axis: Any, ticks: Sequence[float], labels: Sequence[str] | None = None) -> None:

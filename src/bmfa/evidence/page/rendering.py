@@ -71,7 +71,6 @@ def templates() -> Any:
     return environment
 
 
-@cache
 def sentence(source: str) -> Any:
     """Return the template of a sentence of plain text."""
     return templates().overlay(autoescape=False).from_string(source)

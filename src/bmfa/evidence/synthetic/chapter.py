@@ -61,17 +61,9 @@ def _mark_critical_point(axes: "Axes", cells: int) -> None:
     critical = float(critical_advantage(cells / TOKENS))
     plots.mark_level(axes, x=critical, linestyle=(0, (2, 2)))
     right = critical > axes.get_xlim()[1] / 2
-    axes.annotate(
-        f"half of the mass\nlog {(TOKENS - cells) / cells:g} ≈ {critical:.3f}",
-        (critical, 0.98),
-        xytext=(-6 if right else 6, 0),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        ha="right" if right else "left",
-        va="top",
-        fontsize=plots.SMALL,
-        bbox=plots.BACKGROUND,
-    )
+    text = f"half of the mass\nlog {(TOKENS - cells) / cells:g} ≈ {critical:.3f}"
+    place = {"xytext": (-6 if right else 6, 0), "ha": "right" if right else "left", "va": "top"}
+    plots.annotate(axes, text, (critical, 0.98), xycoords=("data", "axes fraction"), **place)
 
 
 @plots.figure("placements", "synthetic")

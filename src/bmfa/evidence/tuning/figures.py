@@ -124,8 +124,7 @@ def _draw_speed(axes: "Axes", record: Record) -> None:
 
 def _write(axes: "Axes", x: float, y: float, text: str, size: float = plots.SMALL) -> None:
     """Write a value above a point, or into the foot of a bar, where it hides no line."""
-    place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": size}
-    axes.annotate(text, (x, y), (0, 4), **place, bbox={**plots.BACKGROUND, "pad": 1.5})
+    plots.annotate(axes, text, (x, y), xytext=(0, 4), ha="center", fontsize=size)
 
 
 def _short(error: float | None) -> str:
