@@ -58,7 +58,8 @@ def test_every_change_of_a_plan_is_that_of_the_images_it_names():
     for setting in plan.candidates:
         if setting.error is not None:
             alone = change_of(model, calibration, {setting.layer: setting.error})
-            assert setting.change == pytest.approx(alone, rel=1e-4)
+            # Rounding of float32 is in `alone`; `tune` compares with the same exact attention.
+            assert setting.change == pytest.approx(alone, rel=1e-4, abs=1e-6)
     squares = sum(setting.change**2 for setting in plan.layers)
     assert plan.predicted_change == pytest.approx(math.sqrt(squares), rel=1e-5)
     logits = tuned(model, 1.0, "logits")  # their KL adds itself

@@ -36,7 +36,7 @@ from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, with_setting
 from bmfa.models.tuning_run import Run
 from bmfa.records import environment, round_digits
-from bmfa.timing import time_alternating
+from bmfa.timing import median_milliseconds, time_alternating
 
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.3 to 2 leave the optimum at most that far from a setting. Each target
@@ -309,9 +309,13 @@ class Tuner:
 
     def identity(self, kind: str) -> dict[str, Any]:
         """Return what the measurements depend on, apart from their settings."""
+        from bmfa import __version__  # the package imports this module
+
         pixels = torch.cat(list(self.images.values())).cpu().contiguous()
         return {
+            "bmfa": __version__,
             "plan": kind,
+            "options": sorted(self.options),
             "model": asdict(ModelFingerprint.from_model(self.model)),
             "device": str(self.parameter.device),
             "threads": torch.get_num_threads(),
@@ -322,6 +326,8 @@ class Tuner:
 
 class AttentionTuner(Tuner):
     """One run of `tune` on a model."""
+
+    grids: list[Grid] | None = None  # of the layers, once they were timed
 
     def make_plan(
         self,
@@ -420,9 +426,13 @@ class AttentionTuner(Tuner):
         }
 
     def time_pass(self) -> float:
-        """Return the seconds of a forward pass of the unchanged model."""
-        work = {"pass": partial(self.model, self.batch, **self.options)}
-        return time_alternating(work, 1, self.batch.device)["pass"] / 1e3
+        """Return the seconds of a forward pass with dense attention."""
+        self.install(())
+        try:
+            work = partial(self.model, self.batch, **self.options)
+            return median_milliseconds(work, 1, self.batch.device) / 1e3
+        finally:
+            unpatch(self.model)
 
     def afford(
         self,
@@ -475,12 +485,17 @@ class AttentionTuner(Tuner):
             )
 
     def install(
-        self, chosen: Combination, model: nn.Module | None = None, *, exact: bool = False
+        self, chosen: Combination, model: nn.Module | None = None, *, exact: bool | None = None
     ) -> None:
-        """Change the model, or a copy; with `exact`, dense layers are those of a patched model, too."""
+        """Change the model, or a copy.
+
+        With `exact`, dense layers are those of a patched model, which on a CPU take about half as long.
+        None chooses this in float32, where their outputs differ by rounding alone.
+        """
         model = self.model if model is None else model
+        exact = self.parameter.dtype == torch.float32 if exact is None else exact
         errors = {layer: error for layer, error in enumerate(chosen) if error is not None}
-        options = {layer: {"error": 0.0} for layer in range(len(chosen)) if exact}
+        options = {layer: {"error": 0.0} for layer in range(len(self.vit.attentions)) if exact}
         if options := options | planned_options(errors):
             install_layers(model, find_vision_transformer(model), options, self.grids)
 
@@ -543,7 +558,8 @@ def time_model(
         dense: Combination = (None,) * len(chosen)
         for name, combination in (("dense", ()), ("exact", dense), ("planned", chosen)):
             model = copy_sharing_weights(tuner.model)
-            tuner.install(combination, model, exact=True)
+            if combination:
+                tuner.install(combination, model, exact=True)
             works[name] = partial(call, model)
         times = time_alternating(works, repeats, batch.device)
         return [round_digits(milliseconds, 5) for milliseconds in times.values()]
