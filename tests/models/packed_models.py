@@ -258,13 +258,3 @@ PACKED = _SEQUENCES | {
         pixels("pixel_values_videos", 2, 8, 3, 32, 32),
     ),
 }
-
-
-def make_packed(name: str) -> nn.Module:
-    """A model in evaluation mode, its weights large enough for attention to differ from a mean."""
-    torch.manual_seed(0)
-    model = PACKED[name][0]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model

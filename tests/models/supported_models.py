@@ -217,7 +217,9 @@ SUPPORTED: dict[str, Supported] = {
     ),
     "timm-qwen3": packed("timm-qwen3", "timm", "`Qwen3VitEncoder`", reduces=True),
     "timm-deepseek": packed("timm-deepseek", "timm", "`DeepseekVitEncoder`", reduces=True),
-    "timm-gemma4": packed("timm-gemma4", "timm", "`Gemma4VitEncoder`, images of one size"),
+    "timm-gemma4": packed(
+        "timm-gemma4", "timm", "`Gemma4VitEncoder`, images of one size", fullgraph=False
+    ),
     "sam2": packed("sam2", "transformers", "Hiera of SAM 2, blocks with global attention"),
     "sam3": packed("sam3", "transformers", "SAM 3 vision, blocks with global attention"),
     "siglip2": Supported(

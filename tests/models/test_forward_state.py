@@ -232,11 +232,6 @@ def depth_anything() -> nn.Module:
     return transformers.DepthAnythingForDepthEstimation(config)
 
 
-def backbone() -> nn.Module:
-    transformers = load_package("transformers")
-    return transformers.Dinov2Backbone(transformers.Dinov2Config(**HF, out_indices=[1, 2, 3]))
-
-
 def llava() -> nn.Module:
     transformers = load_package("transformers")
     text = {k: v for k, v in HF.items() if k not in ("image_size", "patch_size")}
@@ -259,15 +254,10 @@ def features_only() -> nn.Module:
 
 DENSE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Any]]] = {
     "depth-anything": (depth_anything, lambda m, x: [m(x).predicted_depth]),
-    "dinov2-backbone": (backbone, lambda m, x: list(m(x).feature_maps)),
     "features-only": (features_only, lambda m, x: m(x)),
     "forward-intermediates": (
         partial(make_model, "vit"),
         lambda m, x: m.forward_intermediates(x)[1],
-    ),
-    "get-intermediate-layers": (
-        partial(make_model, "vit"),
-        lambda m, x: list(m.get_intermediate_layers(x, n=2)),
     ),
     "llava": (
         llava,

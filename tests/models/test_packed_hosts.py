@@ -16,7 +16,8 @@ from bmfa.models.loading import check_img_size
 from bmfa.models.measures import MEASURES
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
-from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
+from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs
+from models.supported_models import call, inputs_of, make_supported
 from models.tuned_models import given_times
 
 EXACT: tuple[dict[str, Any], ...] = (
@@ -27,13 +28,8 @@ COARSE: dict[str, Any] = {"rule": rules.FixedDepth(1)}
 TOLERANCE = 5e-6  # of the largest output, in float32
 
 
-def inputs_of(name: str, seed: int = 1) -> Inputs:
-    return PACKED[name][1](seed)
-
-
 def features(model: nn.Module, inputs: Inputs) -> Tensor:
-    output = model(**inputs)
-    return output if isinstance(output, Tensor) else output.last_hidden_state
+    return call(model, inputs)[0]
 
 
 def change(mine: Tensor, theirs: Tensor) -> float:
@@ -44,7 +40,7 @@ def change(mine: Tensor, theirs: Tensor) -> float:
 def test_every_image_is_attended_as_if_it_were_alone() -> None:
     """With trees, whose blocks depend on the grid, so that a wrong order or grid would change them."""
     for name in ("qwen2.5-vl", "qwen3.5"):
-        model, inputs = make_packed(name), inputs_of(name)
+        model, inputs = make_supported(name), inputs_of(name)
         patch(model, layers="all", **COARSE)
         together, start = features(model, inputs), 0
         for frames, height, width in SIZES:
@@ -62,7 +58,7 @@ def test_images_of_one_grid_share_a_call_and_frames_attend_to_each_other_where_t
     None
 ):
     for name in SEQUENCES:
-        model, inputs = make_packed(name), inputs_of(name)
+        model, inputs = make_supported(name), inputs_of(name)
         patch(model, layers=[0], leaves=2, allow_dense=False)
         calls: list[tuple[Grid, int]] = []
 
@@ -81,7 +77,7 @@ def test_images_of_one_grid_share_a_call_and_frames_attend_to_each_other_where_t
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
 def test_images_of_several_grids_break_the_graph_and_say_so() -> None:
-    model, inputs = make_packed("pixtral"), inputs_of("pixtral")
+    model, inputs = make_supported("pixtral"), inputs_of("pixtral")
     for options in ({"error": 0.1}, COARSE):  # dense, trees
         patch(model, layers="all", **options)
         expected = features(model, inputs)
@@ -98,7 +94,7 @@ def test_images_of_several_grids_break_the_graph_and_say_so() -> None:
 @torch.no_grad()
 def test_summaries_and_records() -> None:
     for name in sorted(PACKED):
-        model, inputs = make_packed(name), inputs_of(name)
+        model, inputs = make_supported(name), inputs_of(name)
         patch(model, layers="all", leaves=2, allow_dense=False)
         host = find_vision_transformer(model)
         for _ in range(2):
@@ -109,8 +105,8 @@ def test_summaries_and_records() -> None:
         assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
         windows = name in ("qwen2.5-vl", "qwen2.5-omni", "exaone4.5", "sam2", "sam3")
         assert ("attention inside windows." in str(table)) == windows, name
-    assert find_vision_transformer(make_packed("qwen2.5-vl")).dense_blocks.keys() == {1}
-    model = patch(make_packed("pixtral"), layers="all", **COARSE)
+    assert find_vision_transformer(make_supported("qwen2.5-vl")).dense_blocks.keys() == {1}
+    model = patch(make_supported("pixtral"), layers="all", **COARSE)
     with record(model) as recording:
         features(model, inputs_of("pixtral"))
     assert [tree.grid for tree in recording[0].trees] == [Grid(12, 8), Grid(6, 10)]
@@ -120,7 +116,7 @@ def test_summaries_and_records() -> None:
 @torch.no_grad()
 def test_the_hiera_of_a_whole_sam2_model() -> None:
     transformers = bmfa.packages.load_package("transformers")
-    backbone = make_packed("sam2").config.to_dict() | {"image_size": [64, 64]}
+    backbone = make_supported("sam2").config.to_dict() | {"image_size": [64, 64]}
     vision = transformers.Sam2VisionConfig(
         backbone_config=backbone,
         backbone_channel_list=[384, 192, 96, 24],
@@ -164,7 +160,7 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
 
 def test_refusals() -> None:
     for name in ("sam2", "qwen3-vl", "naflex"):
-        model = make_packed(name)
+        model = make_supported(name)
         with pytest.raises(TypeError, match=r"cannot be reduced: .* over one grid"):
             bmfa.reduce(model, "tome:2")
         with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
@@ -176,8 +172,8 @@ def test_refusals() -> None:
     check_one_grid(find_vision_transformer(bmfa.load_model("embedded").model))
     for name, text in (("qwen3-vl", "patches of images and grid_thw"), ("vjepa2", "videos")):
         with pytest.raises(TypeError, match=f"it takes {text} instead of"):
-            bmfa.tune(make_packed(name), smooth((48, 64)))
-    model = patch(make_packed("qwen3-vl"), layers="all", **COARSE)
+            bmfa.tune(make_supported(name), smooth((48, 64)))
+    model = patch(make_supported("qwen3-vl"), layers="all", **COARSE)
     with pytest.raises(RuntimeError, match="call the model itself"):
         model.blocks[0](
             torch.zeros(16, 32),
@@ -190,7 +186,7 @@ def test_refusals() -> None:
     tokens = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ValueError, match=r"1 x 5 tokens.*make 1 x 4"):
         packing.attend(lambda q, k, v, grid: v, tokens, tokens, tokens, 1.0)
-    model = patch(make_packed("naflex"), layers="all", **COARSE)
+    model = patch(make_supported("naflex"), layers="all", **COARSE)
     coordinates = torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]
     patches = {"patches": torch.zeros(1, 16, 48), "patch_coord": coordinates}
     patches["patch_valid"] = torch.ones(1, 16, dtype=torch.bool)
@@ -226,7 +222,7 @@ def smooth(size: tuple[int, int]) -> Tensor:
 @torch.no_grad()
 def test_plans_have_a_grid_for_each_layer_and_other_sizes_run_dense(tmp_path: Path) -> None:
     for name, (size, grids) in TUNED.items():
-        model, pixels = make_packed(name), smooth(size)
+        model, pixels = make_supported(name), smooth(size)
         full = tokens(model, pixels)
         plan = tuned_plan(model, pixels, len(grids))
         assert plan.grids == tuple(grids) and plan.errors == dict.fromkeys(range(len(grids)), 0.3)

@@ -18,7 +18,8 @@ from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summa
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe
 from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, pixels_of, run
-from models.packed_models import make_packed, pixtral_inputs
+from models.packed_models import pixtral_inputs
+from models.supported_models import make_supported
 
 SMALL, LARGE = 32, 256  # 64 tokens run dense, 4,096 tokens use tiles
 
@@ -262,7 +263,7 @@ def test_models_that_are_not_changed_are_refused() -> None:
 
 @torch.no_grad()
 def test_packed_images_have_a_call_for_each_grid() -> None:
-    model, inputs = make_packed("pixtral"), pixtral_inputs()
+    model, inputs = make_supported("pixtral"), pixtral_inputs()
     patch(model, leaves=0.5, allow_dense=False, layers=[0, 2])
     for _ in range(2):
         model(**inputs)
