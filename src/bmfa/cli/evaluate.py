@@ -30,11 +30,16 @@ def evaluate(
         repeats (N): Timings; their median counts. 0 for none.
     """
     from bmfa.evidence.classification import run as experiment
+    from bmfa.evidence.classification.chapter import accuracy
+
+    if images.figure is not None and repeats == 0:
+        raise ValueError("--figure draws images per second, which --repeats 0 does not measure")
 
     images.run(
         experiment.run,
         output,
         COLUMNS,
+        accuracy,
         methods=method or experiment.DEFAULT_METHODS,
         layers=opt.parse_layers(layers),
         amp=amp,

@@ -125,7 +125,7 @@ def _check_kind(merging: bool, attention: dict[str, Any], policy: str | None) ->
 def _images(images: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
     """Return the folder, or `count` drawn images for the embedded model."""
     if images is not None:
-        require_packages(("PIL",), "data")
+        require_packages(("PIL",), "images")
         return images
     if model != "embedded":
         raise ValueError(f"--model {model} needs --images DIR with at least two images")
