@@ -196,8 +196,7 @@ class Range(Rule):
 """
 
 
-def test_a_rule_of_a_file_runs_in_experiments(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("bmfa.trees.rules.names.OWN_RULES", {})
+def test_a_rule_of_a_file_runs_in_experiments(capsys, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN_RULE)
     method = f"{path}:Range:0.5"

@@ -366,8 +366,7 @@ class Range(rules.Rule):
         return split_above(scores, self.epsilon, context)
 
 
-def test_an_own_rule_runs_by_its_name(monkeypatch):
-    monkeypatch.setattr("bmfa.trees.rules.names.OWN_RULES", {})
+def test_an_own_rule_runs_by_its_name():
     with pytest.raises(ValueError, match=r"'Range:0\.5' is unknown"):
         rules.parse("Range:0.5")
     rules.register("Range", Range)
