@@ -63,9 +63,8 @@ def require_packages(packages: Sequence[str], extra: str) -> None:
 
 def _missing(packages: Sequence[str], extra: str) -> ModuleNotFoundError:
     names = [PACKAGES[package][0] for package in packages]
-    verb = "is" if len(packages) == 1 else "are"
     return ModuleNotFoundError(
-        f"{' and '.join(names)} {verb} not installed; run: pip install {' '.join(names)}, "
-        f"or in a checkout of bmfa: pip install '.[{extra}]'",
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed; "
+        f"run: pip install {' '.join(names)}, or in a checkout of bmfa: pip install '.[{extra}]'",
         name=packages[0],
     )
