@@ -18,7 +18,7 @@ help:
 	@echo "make report        the evidence page, in report/"
 	@echo "make test          ruff, mypy and the tests, without the slow ones"
 	@echo "make test-all      the same and the slow tests"
-	@echo "make test-install  the tests that build packages and compile with sanitizers"
+	@echo "make test-install  the tests that build packages, compile with sanitizers, and run the notebooks"
 	@echo "make docs          the tables of the texts from records, and the manual in build/site/"
 	@echo "make dist          sdist and wheel, in dist/"
 	@echo "make setup         .venv with the pinned versions of everything"

@@ -38,3 +38,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_own_rules(monkeypatch):
+    """Rules that a test registers are known in this test alone."""
+    monkeypatch.setattr("bmfa.trees.rules.names.OWN_RULES", {})

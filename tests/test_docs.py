@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 import bmfa
 from bmfa.cli.app import app, main
 from bmfa.evidence.methods import METHODS
+from chromium import OPTIONS, find_chromium
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,6 +30,9 @@ TEXTS = {
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 }
 CONSOLE = (DOCS / "command-line.md").read_text("utf-8").replace(" \\\n", " ")
+
+
+FORMULAS = {"index": 4, "settings": 5, "tangent-tiles": 40}  # formulas of a page, at least
 
 
 class Resources(HTMLParser):
@@ -49,23 +53,48 @@ class Resources(HTMLParser):
             self.loaded.append(values.get("src", ""))
 
 
-def test_the_manual_builds_and_has_every_public_name_and_loads_nothing_from_a_host(tmp_path):
-    for package in ("material", "mkdocs", "mkdocstrings"):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the manual, which was built without a warning."""
+    for package in ("material", "mkdocs", "mkdocstrings", "latex2mathml"):
         pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    pages = {path: Resources(path) for path in tmp_path.rglob("*.html")}
+    return folder
+
+
+def test_the_search_works_from_disk(site, tmp_path):
+    if (chromium := find_chromium()) is None:
+        pytest.skip("needs Chromium")
+    options = [f"--user-data-dir={tmp_path}", "--virtual-time-budget=10000"]
+    address = f"{(site / 'index.html').as_uri()}?q=tangent"
+    done = subprocess.run(
+        [chromium, *OPTIONS, *options, address], capture_output=True, text=True, timeout=120
+    )
+    assert re.search(r"\d+ matching documents", done.stdout), done.stderr
+    assert re.search(r"search-result__article.*?<mark>Tangent</mark> tiles", done.stdout)
+
+
+def test_the_manual_has_every_public_name_and_loads_nothing_from_a_host(site):
+    pages = {path: Resources(path) for path in site.rglob("*.html")}
     assert len(pages) >= 14
+    assert (site / "search" / "search_index.js").exists(), "search from disk"
+    assert any(url.endswith("iframe-worker.js") for url in pages[site / "start.html"].loaded)
+    formulas = {name: (site / f"{name}.html").read_text("utf-8") for name in FORMULAS}
+    for name, count in FORMULAS.items():
+        assert formulas[name].count("<math ") >= count, name
+        assert not re.search(r"\$<code>|\\(frac|tilde|sum)\b", formulas[name]), "a formula is text"
     for path, page in pages.items():
         assert not [url for url in page.loaded if url.startswith(("http:", "https:", "//"))], path
     anchors = {
-        name: pages[tmp_path / "api" / f"{name}.html"].anchors
+        name: pages[site / "api" / f"{name}.html"].anchors
         for name in ("bmfa", "energy", "bounds", "rules", "merging", "models")
     }
     anchors["bmfa"] = anchors["bmfa"] | anchors["energy"] | anchors["models"]  # of their modules

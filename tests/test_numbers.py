@@ -1,4 +1,4 @@
-"""README.md and docs/benchmarks.md: their tables, and numbers of their sentences, are in the records."""
+"""Tables and numbers of sentences in README.md, benchmarks.md and merging.md are in the records."""
 
 import json
 import re
@@ -9,17 +9,17 @@ import tables
 from bmfa.attention.dispatch import LEAST_TOKENS
 from tables import record, row
 
-README, PAGE = (path.read_text("utf-8") for path in tables.TEXTS)
+README, PAGE, MERGING = (path.read_text("utf-8") for path in tables.TEXTS)
 
 
 def test_tables_are_those_of_the_records():
     """After a change of a record, `make docs` writes them."""
     marked = []
-    for text in (README, PAGE):
+    for text in (README, PAGE, MERGING):
         assert tables.with_tables(text) == text
         marked += [name for _, name in tables.MARKED.findall(text)]
     assert sorted(marked) == sorted(tables.TABLES)
-    assert (README + PAGE).count("\n|---") == len(marked), "a table without a marker"
+    assert (README + PAGE + MERGING).count("\n|---") == len(marked), "a table without a marker"
 
 
 def test_a_table_that_is_not_of_the_records_is_written_anew(tmp_path, monkeypatch, capsys):
@@ -107,10 +107,25 @@ def sentences() -> Iterator[str]:
     reduction = record("reduction-deit-cpu")["settings"]
     yield f"with its {reduction['interval'].split()[0]} % interval by the bootstrap"
     yield f"chosen on {reduction['choosing']} images of even index"
+    whole = row("evaluate-rules-deit-h200", method="full")["gflops"]
+    yield f"{whole:.1f} GFLOPs for DeiT-Tiny at 224 px, which is usually quoted as {whole / 2:.1f}"
+    tome, ours = (
+        row("reduction-deit-cpu", baseline="tome:12", schedule=kind, reported_on="both")
+        for kind in ("baseline", "tuned")
+    )
+    yield f"gains {ours['gain_pp']:.1f} points of agreement over `tome:12`"
+    yield f"({ours['agreement_percent']:.1f} % against {tome['agreement_percent']:.1f} %)"
+    graphs = [
+        row("evaluate-deit-h200", method=name, timed="graph")["speedup"]
+        for name in ("tome:8", "free-energy:8", "tome:12", "free-energy:12")
+    ]
+    speeds = [f"{speed:.2f}x" for speed in graphs]
+    yield f"`tome:8` runs at {speeds[0]}, `free-energy:8` at {speeds[1]}"
+    yield f"`tome:12` at {speeds[2]} and `free-energy:12` at {speeds[3]}"
 
 
 def test_numbers_of_sentences_are_those_of_the_records():
-    texts = " ".join((README + PAGE).split())
+    texts = " ".join((README + PAGE + MERGING).split())
     assert [sentence for sentence in sentences() if sentence not in texts] == []
 
 

@@ -11,7 +11,7 @@ import bmfa
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
-RUNTIME_EXTRAS = ("report", "data", "models", "triton")
+RUNTIME_EXTRAS = ("images", "report", "data", "models", "triton")
 
 
 def requirements(lines):

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/benchmarks.md from the records.
+"""Write the tables of README.md, docs/benchmarks.md and docs/merging.md from the records.
 
     python tools/tables.py           writes the tables; `make docs` does so
     python tools/tables.py --check   writes nothing, and ends with status 1 if a table would change
@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+TEXTS = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "merging.md")))
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n\n)(?:\|.*\n)*")
 
 Row = dict[str, Any]
 Lines = list[list[str]]  # the titles of the columns, then the cells of every row
 
+SAME_COST = 0.02  # operations of two methods that count as equal
 DEIT, SALIENCY = "DeiT-Tiny", "ViT-S/14, saliency"
 GPU_ATTENTION = {DEIT: "attention-h200", SALIENCY: "attention-saliency-h200"}
 CPU_MODELS = {DEIT: "model-cpu", SALIENCY: "model-saliency-cpu"}
@@ -316,6 +317,19 @@ def schedules() -> Lines:
     return blank_repeats(lines, 2)
 
 
+def policies() -> Lines:
+    """Reductions in DeiT-Tiny with about the operations of a setting of ToMe, by output KL."""
+    name, lines = "evaluate-rules-deit-h200", [["GFLOPs of", "policy", "GFLOPs", "agreement"]]
+    lines[0] += ["output KL", "speed"]
+    for baseline in ("tome:8", "tome:12"):
+        cost = row(name, method=baseline)["gflops"]
+        similar = [one for one in rows(name) if abs(one["gflops"] - cost) <= SAME_COST * cost]
+        for one in sorted(similar, key=lambda one: one["output_kl"]):
+            text = "`{method}`|{gflops:.3f}|{agreement_percent:.1f} %|{output_kl:.4f}".format(**one)
+            lines.append([f"`{baseline}`", *text.split("|"), times(one["speedup"])])
+    return blank_repeats(lines, 1)
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
     "screening": screening,
     "gpu-attention": lambda: gpu_attention(GPU_SETTINGS),
@@ -327,6 +341,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "gpu-models-short": gpu_models_short,
     "reductions": reductions,
     "schedules": schedules,
+    "policies": policies,
     "cpu-attention": cpu_attention,
     "cpu-models": lambda: cpu_models([(DEIT, 512), (DEIT, 1024), (DEIT, 2048), (SALIENCY, 896)]),
     "cpu-models-short": lambda: cpu_models([(DEIT, 1024), (DEIT, 2048), (SALIENCY, 896)]),

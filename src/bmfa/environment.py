@@ -67,8 +67,7 @@ def _triton() -> str:
 
 
 def _extra(module: str) -> str:
-    missing = f"missing: pip install 'bmfa[{PACKAGES[module][1]}]'"
-    return "available" if is_installed(module) else missing
+    return "available" if is_installed(module) else f"missing: pip install {PACKAGES[module][0]}"
 
 
 def _bf16() -> str:

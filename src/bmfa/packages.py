@@ -9,7 +9,7 @@ from typing import Any
 PACKAGES = {
     "jinja2": ("jinja2", "report"),
     "matplotlib": ("matplotlib", "report"),
-    "PIL": ("pillow", "data"),
+    "PIL": ("pillow", "images"),
     "pycocotools": ("pycocotools", "data"),
     "huggingface_hub": ("huggingface_hub", "models"),
     "timm": ("timm", "models"),
@@ -62,8 +62,9 @@ def require_packages(packages: Sequence[str], extra: str) -> None:
 
 
 def _missing(packages: Sequence[str], extra: str) -> ModuleNotFoundError:
-    names = " and ".join(PACKAGES[package][0] for package in packages)
-    verb = "is" if len(packages) == 1 else "are"
+    names = [PACKAGES[package][0] for package in packages]
     return ModuleNotFoundError(
-        f"{names} {verb} not installed; run: pip install 'bmfa[{extra}]'", name=packages[0]
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed; "
+        f"run: pip install {' '.join(names)}, or in a checkout of bmfa: pip install '.[{extra}]'",
+        name=packages[0],
     )

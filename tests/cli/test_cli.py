@@ -156,12 +156,12 @@ MISSING = {
     "report --coco a.json b": ("pycocotools", "data"),
     "screen embedded:3": ("matplotlib PIL", "report"),
     "explore embedded:3": ("jinja2", "report"),
-    "probe": ("PIL", "data"),
-    "ablation": ("PIL", "data"),
+    "probe": ("PIL", "images"),
+    "ablation": ("PIL", "images"),
     "probe --dataset coco --annotations a --images b": ("pycocotools", "data"),
-    "evaluate --data-dir images": ("PIL", "data"),
-    "closed-loop --data-dir images": ("PIL", "data"),
-    "bench attention": ("PIL", "data"),
+    "evaluate --data-dir images": ("PIL", "images"),
+    "closed-loop --data-dir images": ("PIL", "images"),
+    "bench attention": ("PIL", "images"),
     "bench model --records a.json --figures f": ("matplotlib", "report"),
 }
 
@@ -174,9 +174,53 @@ def test_missing_packages_are_reported_before_the_work(capsys, monkeypatch, tmp_
             for name in missing.split():
                 patch.setitem(sys.modules, name, None)
             error, _ = stopped(capsys, *line.split())
-        assert all(name in error for name in missing.replace("PIL", "pillow").split()), error
-        assert f"pip install 'bmfa[{extra}]'" in error
+        packages = missing.replace("PIL", "pillow")
+        assert f"run: pip install {packages}, or in a checkout" in error, error
+        assert f"pip install '.[{extra}]'" in error
         assert list(tmp_path.iterdir()) == []
+
+
+OWN_RULE = """
+from dataclasses import dataclass
+import torch
+from bmfa.rules import Rule
+from bmfa.trees.rules.base import split_above
+
+@dataclass(frozen=True)
+class Range(Rule):
+    epsilon: float
+
+    def node_scores(self, pyramid):
+        return torch.cat([high - low for high, low in zip(pyramid.maxima(), pyramid.minima())])
+
+    def decide(self, scores, context):
+        return split_above(scores, self.epsilon, context)
+"""
+
+
+def test_a_rule_of_a_file_runs_in_experiments(capsys, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_RULE)
+    method = f"{path}:Range:0.5"
+    (row,) = record_of(capsys, "synthetic", "--placement", "corner", "--method", method)["rows"]
+    assert row["method"] == "Range:0.5" and row["mean_gap"] < 1e-3 and row["count"] == 396
+    figure = tmp_path / "figure.png"
+    words = ["closed-loop", "--limit", "2", "--layers", "7", "--figure", str(figure)]
+    row = record_of(capsys, *words, "--method", method)["rows"][-1]
+    assert row["method"] == "Range:0.5" and 0 < row["leaf_percent"] < 100
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    words = ["evaluate", "--limit", "2", "--repeats", "1", "--figure", str(figure)]
+    rows = record_of(capsys, *words, "--method", method)["rows"]
+    assert [row["method"] for row in rows] == ["full", "Range:0.5"] and rows[1]["leaf_percent"] > 0
+    for bad, message in (
+        (f"{path}:Rang:1", "has no subclass of bmfa.rules.Rule of the name 'Rang'"),
+        (f"{path}:torch:1", "has no subclass of bmfa.rules.Rule of the name 'torch'"),
+        (f"{tmp_path}/none.py:Range:1", "none.py"),
+        (f"{path}:Range:x", "'x' is not a number"),
+    ):
+        assert message in stopped(capsys, "synthetic", "--method", bad)[0]
+    for words in ("closed-loop --figure f.svg", "evaluate --repeats 0 --figure f.png"):
+        assert "--figure" in stopped(capsys, *words.split())[0]
 
 
 def test_records_survive_json_and_reject_other_files():

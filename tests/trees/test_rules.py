@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from bmfa import rules
 from bmfa.grid import Grid
 from bmfa.trees.build import screen, screen_keys
+from bmfa.trees.rules.base import split_above
 from cases import noise, random_mask
 
 NAN, INF = math.nan, math.inf
@@ -295,3 +297,52 @@ def test_a_leaf_budget_above_the_tokens_is_refused():
         with pytest.raises(ValueError, match=r"17 and the 6x6 grid has 10 valid .* 2 to 10"):
             screen(torch.zeros(3, 36), Grid(6, 6), rule, valid=valid)
         assert screen(torch.zeros(36), Grid(6, 6), rule).leaf_count == 1
+    for rule in (rules.Optimal(leaves=2), rules.Optimal(leaves=2, pooled=True)):
+        assert screen(torch.zeros(1), Grid(1, 1), rule).leaf_count == 1, (
+            "the least budget always fits"
+        )
+
+
+def test_values_that_are_not_numbers_are_named():
+    for name, message in (
+        ("optimal-leaves:²", "'²' is not a number"),
+        ("gamma:x", "'x' is not a number"),
+        ("fixed-depth:2.0", "depth is 2.0; pass an integer"),
+        ("optimal-leaves:-1", "leaves is -1; pass an integer at least 2"),
+    ):
+        with pytest.raises(ValueError, match=f"rule '{name}': {message}"):
+            rules.parse(name)
+    assert rules.parse("optimal-leaves:٨") == rules.Optimal(leaves=8)
+
+
+@dataclass(frozen=True)
+class Range(rules.Rule):
+    """Split while the scores of a block differ by more than epsilon."""
+
+    epsilon: float
+
+    def node_scores(self, pyramid):
+        pairs = zip(pyramid.maxima(), pyramid.minima(), strict=True)
+        return torch.cat([high - low for high, low in pairs])
+
+    def decide(self, scores, context):
+        return split_above(scores, self.epsilon, context)
+
+
+def test_an_own_rule_runs_by_its_name():
+    with pytest.raises(ValueError, match=r"'Range:0\.5' is unknown"):
+        rules.parse("Range:0.5")
+    rules.register("Range", Range)
+    assert rules.parse("Range:0.5") == Range(0.5) and str(Range(0.5)) == "Range:0.5"
+    scores = torch.zeros(64)
+    scores[9] = 6.0
+    assert screen(scores, Grid(8, 8), "Range:0.5").leaf_count == 10
+    rules.register("Range", lambda value=2.0: Range(2 * value))
+    assert rules.parse("Range:0.5") == Range(1.0) and rules.parse("Range") == Range(4.0)
+    rules.register("broken", lambda value: value)
+    for name, message in (("broken:1", "rule is 1; pass one of"), ("Range:-", "'-' is not")):
+        with pytest.raises(ValueError, match=message):
+            rules.parse(name)
+    for name in ("gamma", "gamma-h7", "global-mean", "random-quadrants", "a:b", ""):
+        with pytest.raises(ValueError, match="pass one without a colon that no rule of bmfa has"):
+            rules.register(name, Range)

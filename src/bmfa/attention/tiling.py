@@ -237,7 +237,7 @@ class Tiling:
         Returns:
             The number of expanded tiles, from 0 to T. A budget of N leaves expands every tile.
         """
-        leaves = check_leaves(leaves, size=self.grid.size)
+        leaves = check_leaves(leaves, size=max(2, self.grid.size))
         budget = leaves * self.grid.size if isinstance(leaves, float) else leaves
         if budget >= self.grid.size:
             return self.tiles

@@ -21,11 +21,13 @@ def closed_loop(
             choices.  [default: last-4]
     """
     from bmfa.evidence.closed_loop import run as experiment
+    from bmfa.evidence.closed_loop.chapter import closed_loop as drawing
 
     images.run(
         experiment.run,
         output,
         COLUMNS,
+        drawing,
         methods=method or experiment.DEFAULT_METHODS,
         layers=[opt.parse_layers(text) for text in layers or ["last-4"]],
     )

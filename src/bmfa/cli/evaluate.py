@@ -32,14 +32,18 @@ def evaluate(
         repeats (N): Timings; their median counts. 0 for none.
     """
     from bmfa.evidence.classification import run as experiment
+    from bmfa.evidence.classification.chapter import accuracy
     from bmfa.evidence.model_methods import PLAN
 
+    if images.figure is not None and repeats == 0:
+        raise ValueError("--figure draws images per second, which --repeats 0 does not measure")
     if plan is not None:
         method = [*(method or ()), f"{PLAN}{plan}"]
     images.run(
         experiment.run,
         output,
         COLUMNS,
+        accuracy,
         methods=method or experiment.DEFAULT_METHODS,
         layers=opt.parse_layers(layers),
         amp=amp,

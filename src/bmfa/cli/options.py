@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from bmfa.cli.output import Output
+from bmfa.cli.output import Output, check_file
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
+    from bmfa.evidence.page.plots import Figure
     from bmfa.models import LoadedModel
 
 # Embedded images that a model command draws by default: one percent point is two of them.
@@ -22,7 +26,25 @@ OLD_NAMES = {"sparge-mean": "block-mean"}
 
 
 def _current_names(methods: list[str] | None) -> list[str] | None:
-    return methods and [OLD_NAMES.get(name, name) for name in methods]
+    return methods and [OLD_NAMES.get(name) or _own_rule(name) for name in methods]
+
+
+def _own_rule(name: str) -> str:
+    """Register the rule of `FILE.py:CLASS:VALUE`, and return `CLASS:VALUE`; other names stay."""
+    stem, is_file, method = name.partition(".py:")
+    if not is_file:
+        return name
+    from bmfa.trees import rules
+
+    class_name = method.partition(":")[0]
+    made = run_path(f"{stem}.py", run_name=Path(stem).name).get(class_name)
+    if not (isinstance(made, type) and issubclass(made, rules.Rule)):
+        raise ValueError(
+            f"--method {name}: {stem}.py has no subclass of bmfa.rules.Rule of the name "
+            f"{class_name!r}; pass FILE.py:CLASS:VALUE"
+        )
+    rules.register(class_name, made)
+    return method
 
 
 Methods = Annotated[list[str] | None, _current_names]
@@ -67,7 +89,7 @@ class Instances:
         """Open the instances."""
         from bmfa.data import EmbeddedScenes, InstanceFiles
 
-        require_packages(("PIL",), "data")
+        require_packages(("PIL",), "images")
         if self.dataset == "embedded":
             if self.annotations or self.images:
                 raise ValueError(
@@ -148,7 +170,7 @@ class LabelledData(ModelOptions):
                 "--labels and --class-map both give the classes of the images; pass one of them"
             )
         if self.data_dir is not None:
-            require_packages(("PIL",), "data")
+            require_packages(("PIL",), "images")
             return LabelledImages(
                 self.data_dir,
                 self.labels,
@@ -174,17 +196,27 @@ class ModelOnImages(LabelledData):
     Args:
         workers (N): Processes that read images; by default according to the cores.
         resume (FILE): Partial results to continue from; the file is created if it does not exist.
+        figure (FILE.png): File for the figure of the results.
     """
 
     workers: int | None = None
     resume: str | None = None
+    figure: str | None = None
 
     def run(
-        self, experiment: Callable[..., Record], output: Output, columns: str, **options: Any
+        self,
+        experiment: Callable[..., Record],
+        output: Output,
+        columns: str,
+        drawing: "Figure",
+        **options: Any,
     ) -> None:
         """Run an experiment in all processes of torchrun, and finish with its record in the first."""
         from bmfa.evidence.runner.parts import joined, own_device, rank
 
+        if self.figure is not None:
+            check_file("--figure", self.figure, ".png")
+            require_packages(("matplotlib",), "report")
         device, loaded = output.torch_device(own_device), self.load()
         images = self.images(loaded, output.seed)
         with joined(device):
@@ -211,4 +243,7 @@ class ModelOnImages(LabelledData):
                 found = getattr(images, "label_source", None)
                 found = NO_LABELS if found == "none" else found
                 notes = [] if found is None else [f"labels: {found}"]
-                output.finish(record, columns, notes=notes, warnings=warnings)
+                figures: dict[str | Path, Callable[[], bytes]] = {}
+                if self.figure is not None:
+                    figures[self.figure] = partial(drawing.png, record)
+                output.finish(record, columns, notes=notes, warnings=warnings, figures=figures)

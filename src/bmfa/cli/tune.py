@@ -144,7 +144,7 @@ def part_of(save: str) -> str:
 def _images(data_dir: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
     """Return the folder, or `count` drawn images for the embedded model."""
     if data_dir is not None:
-        require_packages(("PIL",), "data")
+        require_packages(("PIL",), "images")
         return data_dir
     if model != "embedded":
         raise ValueError(f"--model {model} needs --data-dir DIR with at least two images")

@@ -126,7 +126,7 @@ def find_method(name: str) -> Method | None:
 
     Args:
         name: A name of the command line or of a record, such as `"tome:8"`. `gamma-hN` for any N
-            is the method `gamma-h2`.
+            is the method `gamma-h2`; `bmfa.rules.register` adds rules.
 
     Returns:
         The method, or None if the name is not registered.
@@ -136,7 +136,16 @@ def find_method(name: str) -> Method | None:
         'Look-ahead'
     """
     base = family(name)
-    return METHODS["gamma-h2"] if _LOOKAHEAD.fullmatch(base) else METHODS.get(base)
+    if _LOOKAHEAD.fullmatch(base):
+        return METHODS["gamma-h2"]
+    return METHODS.get(base) or _own_rule(base)
+
+
+def _own_rule(name: str) -> Method | None:
+    from bmfa.trees.rules.names import OWN_RULES  # torch is there where a method is looked up
+
+    text = "a rule of your own"
+    return Method(name, "rule", name, text, text, "its value") if name in OWN_RULES else None
 
 
 def find_mark(name: str) -> Mark | None:

@@ -43,7 +43,7 @@ class Benchmark:
     figures: str | None = None
 
     def __post_init__(self) -> None:
-        require_packages(("PIL",), "data")  # before the work
+        require_packages(("PIL",), "images")  # before the work
         if self.figures is not None:
             require_packages(("matplotlib",), "report")
 

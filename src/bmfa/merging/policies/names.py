@@ -1,6 +1,7 @@
 """Policies by their command-line names, NAME:VALUE."""
 
 from collections.abc import Callable
+from typing import Any
 
 from bmfa.merging.policies.base import Policy
 from bmfa.merging.policies.crossget import CrossGET
@@ -13,15 +14,16 @@ from bmfa.merging.policies.pitome import PiToMe
 from bmfa.merging.policies.random_pool import RandomPool
 from bmfa.merging.policies.tofu import ToFu
 from bmfa.merging.policies.tome import ToMe
+from bmfa.trees.rules.names import parse_number
 
 
-def _budget(text: str) -> int | float | tuple[int, ...]:
+def _budget(text: str) -> Any:
     """Parse an integer as a count to remove, integers with commas as a schedule of counts, and any
     other number as a fraction to keep.
     """
     if "," in text:
-        return tuple(int(count) for count in text.split(","))
-    return int(text) if text.isdecimal() else float(text)
+        return tuple(parse_number(count) for count in text.split(","))
+    return parse_number(text)
 
 
 # Name of each policy, and the function that makes it from the text after the colon and a seed.
@@ -31,10 +33,10 @@ _PARSERS: dict[str, Callable[[str, int], Policy]] = {
     "tofu": lambda text, seed: ToFu(_budget(text)),
     "diffrate": lambda text, seed: DiffRate(text if text.endswith("g") else _budget(text)),
     "crossget": lambda text, seed: CrossGET(_budget(text)),
-    "dct": lambda text, seed: DCT(float(text)),
-    "dct2": lambda text, seed: GridDCT(float(text)),
-    "evit": lambda text, seed: EViT(float(text)),
-    "fixed-pool": lambda text, seed: FixedPool(int(text)),
+    "dct": lambda text, seed: DCT(parse_number(text)),
+    "dct2": lambda text, seed: GridDCT(parse_number(text)),
+    "evit": lambda text, seed: EViT(parse_number(text)),
+    "fixed-pool": lambda text, seed: FixedPool(parse_number(text)),
     "free-energy": lambda text, seed: FreeEnergy(_budget(text)),
     "random-pool": lambda text, seed: RandomPool(_budget(text), seed),
 }
@@ -74,7 +76,7 @@ def parse(text: str, seed: int = 0) -> Policy:
         )
     try:
         return _PARSERS[name](value, seed)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"reduction {text!r}: {error}; reductions read NAME:VALUE, e.g. {_EXAMPLES}"
         ) from None

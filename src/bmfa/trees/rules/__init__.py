@@ -9,7 +9,7 @@ from bmfa.trees.rules.fixed import (
     RandomQuadrants,
     Variance,
 )
-from bmfa.trees.rules.names import as_rule, parse
+from bmfa.trees.rules.names import as_rule, parse, register
 from bmfa.trees.rules.optimal import Optimal
 from bmfa.trees.rules.threshold import Certified, ExactGap, Gamma, Mass
 
@@ -29,4 +29,5 @@ __all__ = [
     "Variance",
     "as_rule",
     "parse",
+    "register",
 ]

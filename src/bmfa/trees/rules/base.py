@@ -1,7 +1,7 @@
 """The interface of a rule: it scores the blocks of a pyramid, and turns the scores into splits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -64,17 +64,20 @@ class Rule:
         True
     """
 
+    # Command-line name without the value, which is the first field; "" for the name of the class.
+    name: ClassVar[str] = ""
+    # The part of the scores that the rule reads: "nothing", block "means", or all "tokens".
+    needs: ClassVar[Needs] = "tokens"
     # True if statistics are computed in float64 for every input, so that bounds hold after rounding.
     float64_statistics: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:  # NumPy scalars become Python numbers
-            object.__setattr__(self, name, python_number(getattr(self, name)))
+        for one in fields(self):  # NumPy scalars become Python numbers
+            object.__setattr__(self, one.name, python_number(getattr(self, one.name)))
 
-    @property
-    def needs(self) -> Needs:
-        """The part of the scores that the rule reads: "nothing", block "means", or all "tokens"."""
-        return "tokens"
+    def __str__(self) -> str:
+        values = [format_number(getattr(self, one.name)) for one in fields(self)[:1]]
+        return ":".join((self.name or type(self).__name__, *values))
 
     @property
     def needs_all_trees(self) -> bool:

@@ -12,10 +12,8 @@ from bmfa.trees.pyramid import Pyramid, ScorePyramid
 from bmfa.trees.rules.base import (
     Context,
     Decision,
-    Needs,
     Rule,
     ThresholdRule,
-    format_number,
     split_from_root,
 )
 
@@ -38,18 +36,13 @@ class FixedDepth(Rule):
         16
     """
 
+    name = "fixed-depth"
+    needs = "nothing"
     depth: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("depth", self.depth, low=0)
-
-    def __str__(self) -> str:
-        return f"fixed-depth:{self.depth}"
-
-    @property
-    def needs(self) -> Needs:
-        return "nothing"
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         return split_from_root(context, lambda depth, reached: reached & (depth < self.depth))
@@ -73,18 +66,13 @@ class FixedBlocks(Rule):
         [[0, 0, 4, 4], [0, 4, 4, 7], [4, 0, 5, 4], [4, 4, 5, 7]]
     """
 
+    name = "fixed-blocks"
+    needs = "nothing"
     side: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("side", self.side, low=1)
-
-    def __str__(self) -> str:
-        return f"fixed-blocks:{self.side}"
-
-    @property
-    def needs(self) -> Needs:
-        return "nothing"
 
     def layout(self, grid: Grid) -> Layout:
         """Return the tiles, which are not nodes of the quadtree."""
@@ -143,8 +131,7 @@ class QuadrantGap(QuadrantRule, ThresholdRule):
         7
     """
 
-    def __str__(self) -> str:
-        return f"quadrant-gap:{format_number(self.epsilon)}"
+    name = "quadrant-gap"
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(quadrants, B) G of the quadrants."""
@@ -176,8 +163,7 @@ class Variance(QuadrantGap):
         7
     """
 
-    def __str__(self) -> str:
-        return f"variance:{format_number(self.epsilon)}"
+    name = "variance"
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(quadrants, B) second-order gap of the quadrants."""
@@ -206,6 +192,8 @@ class RandomQuadrants(QuadrantRule):
         tensor([ 4, 19,  4,  4])
     """
 
+    name = "random-quadrants"
+    needs = "nothing"
     p: float
     seed: int = 0
 
@@ -213,13 +201,6 @@ class RandomQuadrants(QuadrantRule):
         super().__post_init__()
         check_number("p", self.p, low=0.0, high=1.0)
         check_integer("seed", self.seed, low=0)
-
-    def __str__(self) -> str:
-        return f"random-quadrants:{format_number(self.p)}"
-
-    @property
-    def needs(self) -> Needs:
-        return "nothing"
 
     @property
     def needs_all_trees(self) -> bool:

@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from bmfa.trees.rules.base import Rule
 from bmfa.trees.rules.fixed import (
@@ -15,39 +18,73 @@ from bmfa.trees.rules.fixed import (
 from bmfa.trees.rules.optimal import Optimal
 from bmfa.trees.rules.threshold import Certified, ExactGap, Gamma, Mass
 
-
-def _optimal_leaves(text: str, pooled: bool = False) -> Optimal:
-    """An integer is a number of leaves, any other number a fraction of the tokens."""
-    return Optimal(leaves=int(text) if text.isdigit() else float(text), pooled=pooled)
-
-
-# Name to a function of the text after the colon.
-MAKERS: dict[str, Callable[[str], Rule]] = {
-    "gamma": lambda text: Gamma(float(text)),
-    "gamma-h2": lambda text: Gamma(float(text), lookahead=2),
-    "exact-gap": lambda text: ExactGap(float(text)),
-    "certified": lambda text: Certified(float(text)),
-    "mass": lambda text: Mass(float(text)),
-    "mass-coarse": lambda text: Mass(float(text), coarse=True),
-    "optimal": lambda text: Optimal(float(text)),
-    "optimal-leaves": _optimal_leaves,
-    "optimal-leaves-pooled": lambda text: _optimal_leaves(text, pooled=True),
-    "optimal-error": lambda text: Optimal(error=float(text)),
-    "optimal-error-pooled": lambda text: Optimal(error=float(text), pooled=True),
-    "fixed-depth": lambda text: FixedDepth(int(text)),
-    "fixed-blocks": lambda text: FixedBlocks(int(text)),
-    "quadrant-gap": lambda text: QuadrantGap(float(text)),
-    "variance": lambda text: Variance(float(text)),
+# Name to a function of the number after the colon; without a colon it is called without one.
+MAKERS: dict[str, Callable[..., Rule]] = {
+    "gamma": Gamma,
+    "gamma-h2": partial(Gamma, lookahead=2),
+    "exact-gap": ExactGap,
+    "certified": Certified,
+    "mass": Mass,
+    "mass-coarse": partial(Mass, coarse=True),
+    "optimal": Optimal,
+    # An integer is a number of leaves, any other number a fraction of the tokens.
+    "optimal-leaves": lambda leaves: Optimal(leaves=leaves),
+    "optimal-leaves-pooled": lambda leaves: Optimal(leaves=leaves, pooled=True),
+    "optimal-error": lambda error: Optimal(error=error),
+    "optimal-error-pooled": lambda error: Optimal(error=error, pooled=True),
+    "fixed-depth": FixedDepth,
+    "fixed-blocks": FixedBlocks,
+    "quadrant-gap": QuadrantGap,
+    "variance": Variance,
 }
+OWN_RULES: dict[str, Callable[..., Rule]] = {}  # those of `register`
 LOOKAHEAD = re.compile(r"gamma-h(\d+)")
 EXAMPLES = "gamma:0.005, gamma-h2:0.005, certified:0.5, mass:0.002, optimal:0.002, fixed-depth:2"
+
+
+def register(name: str, make: Callable[..., Rule]) -> None:
+    """Name a rule of your own, so that `NAME:VALUE` works wherever a rule is named.
+
+    A command line registers the class of a file by itself: `--method FILE.py:CLASS:VALUE`.
+
+    Args:
+        name: Name without a colon, which no rule of bmfa has. A rule that was registered by this
+            name is replaced.
+        make: Class of the rule, or a function that returns it. It is called with the number after the
+            colon, an `int` if it has no decimal point, and without arguments if there is no colon.
+
+    Raises:
+        ValueError: If the name has a colon, or is that of a rule of bmfa.
+
+    Example:
+        >>> import bmfa
+        >>> bmfa.rules.register("my-gamma", lambda value: bmfa.rules.Gamma(value, lookahead=3))
+        >>> bmfa.rules.parse("my-gamma:0.005")
+        Gamma(epsilon=0.005, lookahead=3)
+    """
+    if (
+        ":" in name
+        or name in ("", "global-mean", "random-quadrants", *MAKERS)
+        or LOOKAHEAD.fullmatch(name)
+    ):
+        raise ValueError(f"name is {name!r}; pass one without a colon that no rule of bmfa has")
+    OWN_RULES[name] = make
+
+
+def parse_number(text: str) -> Any:
+    """Return the int or else the float that a text stands for."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise ValueError(f"{text!r} is not a number")
 
 
 def parse(text: str, seed: int = 0) -> Rule:
     """Return the rule of a command-line name.
 
     Args:
-        text: Name with its value, such as `gamma:0.005`, `gamma-h3:0.005` or `global-mean`.
+        text: Name with its value, such as `gamma:0.005`, `gamma-h3:0.005` or `global-mean`; also that
+            of a rule that was registered.
         seed: Seed of `random-quadrants`.
 
     Returns:
@@ -61,24 +98,23 @@ def parse(text: str, seed: int = 0) -> Rule:
         >>> bmfa.rules.parse("gamma-h2:0.005")
         Gamma(epsilon=0.005, lookahead=2)
     """
-    name, colon, value = text.partition(":")
-    if not value and (name in MAKERS or name == "random-quadrants" or LOOKAHEAD.fullmatch(name)):
+    name, _, value = text.partition(":")
+    makers = OWN_RULES | MAKERS | {"random-quadrants": partial(RandomQuadrants, seed=seed)}
+    if lookahead := LOOKAHEAD.fullmatch(name):
+        makers[name] = partial(Gamma, lookahead=int(lookahead[1]))
+    if text == "global-mean":
+        return GlobalMean()
+    if name not in makers:
+        names = ", ".join((*makers, "global-mean"))
+        raise ValueError(f"rule {text!r} is unknown; pass NAME:VALUE with a name of {names}")
+    if not value and name not in OWN_RULES:
         raise ValueError(f"rule {text!r} has no value; rules read NAME:VALUE, e.g. {EXAMPLES}")
     try:
-        if name == "global-mean" and not colon:
-            return GlobalMean()
-        if name == "random-quadrants":
-            return RandomQuadrants(float(value), seed)
-        if lookahead := LOOKAHEAD.fullmatch(name):
-            return Gamma(float(value), lookahead=int(lookahead[1]))
-        if name in MAKERS:
-            return MAKERS[name](value)
-    except ValueError as error:
+        return as_rule(makers[name](*([parse_number(value)] if value else [])))
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"rule {text!r}: {error}; rules read NAME:VALUE, e.g. {EXAMPLES}"
         ) from None
-    names = ", ".join((*MAKERS, "random-quadrants", "global-mean"))
-    raise ValueError(f"rule {text!r} is unknown; pass NAME:VALUE with a name of {names}")
 
 
 def as_rule(rule: object) -> Rule:

@@ -98,11 +98,11 @@ class Optimal(Rule):
         return f"optimal-leaves{pooled}:{python_number(self.leaves)!r}"
 
     def check(self, grid: Grid, tokens: int) -> None:
-        """Raise ValueError if `leaves` exceeds the number of valid tokens."""
-        if isinstance(self.leaves, int) and self.leaves > tokens:
+        """Raise ValueError if `leaves` exceeds the number of valid tokens, and the least budget."""
+        if isinstance(self.leaves, int) and self.leaves > max(2, tokens):
             raise ValueError(
                 f"leaves is {self.leaves} and the {grid.height}x{grid.width} grid has {tokens} valid "
-                f"tokens; pass an integer from 2 to {tokens}, or a fraction in (0, 1]"
+                f"tokens; pass an integer from 2 to {max(2, tokens)}, or a fraction in (0, 1]"
             )
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:

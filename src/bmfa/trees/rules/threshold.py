@@ -50,6 +50,7 @@ class Gamma(ThresholdRule):
         'gamma-h2:0.005'
     """
 
+    needs = "means"
     lookahead: int = 1
 
     def __post_init__(self) -> None:
@@ -59,10 +60,6 @@ class Gamma(ThresholdRule):
     def __str__(self) -> str:
         suffix = "" if self.lookahead == 1 else f"-h{self.lookahead}"
         return f"gamma{suffix}:{format_number(self.epsilon)}"
-
-    @property
-    def needs(self) -> Needs:
-        return "means"
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(blocks, B) Gamma."""
@@ -98,8 +95,7 @@ class ExactGap(ThresholdRule):
         (16, 0.0)
     """
 
-    def __str__(self) -> str:
-        return f"exact-gap:{format_number(self.epsilon)}"
+    name = "exact-gap"
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(blocks, B) G."""
@@ -133,9 +129,7 @@ class Certified(ThresholdRule):
     """
 
     float64_statistics: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return f"certified:{format_number(self.epsilon)}"
+    name = "certified"
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(2 blocks, B) U of every block, then L of every block."""
@@ -226,7 +220,7 @@ class Mass(ThresholdRule):
         return f"mass{'-coarse' if self.coarse else ''}:{format_number(self.epsilon)}"
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> Needs:  # type: ignore[override]
         """Tokens for the exact Z, means for the coarse Z."""
         return "means" if self.coarse else "tokens"
 
