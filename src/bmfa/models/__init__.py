@@ -1,6 +1,7 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
 from bmfa.models.described import register_model
+from bmfa.models.estimating import Estimate, SettingEstimate, estimate
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import ModelFingerprint, Plan, ReductionPlan
@@ -15,6 +16,7 @@ from bmfa.models.tuning_reduction import tune_reduction
 
 __all__ = [
     "BlockSummary",
+    "Estimate",
     "LayerRecord",
     "LayerSetting",
     "LayerSummary",
@@ -24,7 +26,9 @@ __all__ = [
     "Preprocessing",
     "Recording",
     "ReductionPlan",
+    "SettingEstimate",
     "Summary",
+    "estimate",
     "final_tokens",
     "layer_indices",
     "load_model",
