@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bmfa.models import Plan as Plan
     from bmfa.models import estimate as estimate
     from bmfa.models import load_model as load_model
+    from bmfa.models import monitor as monitor
     from bmfa.models import patch as patch
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
@@ -39,7 +40,7 @@ _PUBLIC = {
     "attention.result": "Screened",
     "energy": "free_energy gap refinement_score",
     "grid": "Grid",
-    "models": "Plan estimate load_model patch record reduce summary tune tune_reduction unpatch",
+    "models": "Plan estimate load_model monitor patch record reduce summary tune tune_reduction unpatch",
     "trees.build": "screen screen_keys",
     "trees.tree": "Tree",
 }

@@ -3,6 +3,7 @@
 from bmfa.models.described import register_model
 from bmfa.models.estimating import Estimate, SettingEstimate, estimate
 from bmfa.models.loading import LoadedModel, load_model
+from bmfa.models.monitoring import Monitor, MonitorState, monitor
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import ModelFingerprint, Plan, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
@@ -22,6 +23,8 @@ __all__ = [
     "LayerSummary",
     "LoadedModel",
     "ModelFingerprint",
+    "Monitor",
+    "MonitorState",
     "Plan",
     "Preprocessing",
     "Recording",
@@ -32,6 +35,7 @@ __all__ = [
     "final_tokens",
     "layer_indices",
     "load_model",
+    "monitor",
     "patch",
     "record",
     "reduce",
