@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from bmfa.energy import refinement_score as refinement_score
     from bmfa.grid import Grid as Grid
     from bmfa.models import Plan as Plan
+    from bmfa.models import estimate as estimate
     from bmfa.models import load_model as load_model
+    from bmfa.models import monitor as monitor
     from bmfa.models import patch as patch
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
@@ -38,7 +40,7 @@ _PUBLIC = {
     "attention.result": "Screened",
     "energy": "free_energy gap refinement_score",
     "grid": "Grid",
-    "models": "Plan load_model patch record reduce summary tune tune_reduction unpatch",
+    "models": "Plan estimate load_model monitor patch record reduce summary tune tune_reduction unpatch",
     "trees.build": "screen screen_keys",
     "trees.tree": "Tree",
 }
@@ -52,8 +54,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"bmfa.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'bmfa' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(_MODULES[name]), name)
     return value
 
 

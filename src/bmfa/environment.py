@@ -72,8 +72,7 @@ def _extra(module: str) -> str:
 
 def _bf16() -> str:
     """Status of bf16 products: oneDNN uses AMX if it is advertised, even if it is not granted."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
-    if limit is not None:
+    if (limit := os.environ.get("ONEDNN_MAX_CPU_ISA")) is not None:
         return f"oneDNN limited to {limit}"
     if amx_refused():
         return "unsafe: AMX is advertised but refused; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"

@@ -18,6 +18,7 @@ from bmfa.cli.bench.model import model as bench_model
 from bmfa.cli.bench.reduction import reduction as bench_reduction
 from bmfa.cli.bench.trees import trees as bench_trees
 from bmfa.cli.closed_loop import closed_loop
+from bmfa.cli.estimate import estimate
 from bmfa.cli.evaluate import evaluate
 from bmfa.cli.explore import explore
 from bmfa.cli.groups import expanded
@@ -83,7 +84,7 @@ EPILOGS = {"synthetic": SCORES, "probe": SCORES, "evaluate": MODELS}
 EPILOGS |= dict.fromkeys(("closed-loop", "screen"), help_text(("rule",)))
 COMMANDS = (
     *(report, synthetic, probe, ablation, closed_loop, evaluate),
-    *(screen, explore, tune, methods, info),
+    *(screen, explore, estimate, tune, methods, info),
 )
 for run in COMMANDS:
     name = run.__name__.replace("_", "-")

@@ -1,7 +1,9 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
 from bmfa.models.described import register_model
+from bmfa.models.estimating import Estimate, SettingEstimate, estimate
 from bmfa.models.loading import LoadedModel, load_model
+from bmfa.models.monitoring import Monitor, MonitorState, monitor
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import ModelFingerprint, Plan, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
@@ -15,19 +17,25 @@ from bmfa.models.tuning_reduction import tune_reduction
 
 __all__ = [
     "BlockSummary",
+    "Estimate",
     "LayerRecord",
     "LayerSetting",
     "LayerSummary",
     "LoadedModel",
     "ModelFingerprint",
+    "Monitor",
+    "MonitorState",
     "Plan",
     "Preprocessing",
     "Recording",
     "ReductionPlan",
+    "SettingEstimate",
     "Summary",
+    "estimate",
     "final_tokens",
     "layer_indices",
     "load_model",
+    "monitor",
     "patch",
     "record",
     "reduce",

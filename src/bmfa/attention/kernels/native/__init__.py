@@ -294,6 +294,11 @@ def _allocate(size: int) -> Tensor:
     return kept
 
 
+def release_scratch() -> None:
+    """Free the scratch memory that this thread keeps; the next call allocates it again."""
+    _last.scratch = None
+
+
 def _check_scores(
     call: _Call, q: Tensor, k: Tensor, scale: float, prefix: int, valid: Tensor | None,
     mask_queries: bool,

@@ -1,0 +1,550 @@
+"""What screening would bring for a model at a size on this machine, before anything is tuned."""
+
+import html
+import json
+import math
+import os
+import statistics
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, scaled_dot_product_attention
+
+from bmfa.attention.api import screened_attention
+from bmfa.attention.dispatch import exact_choice
+from bmfa.attention.kernels import native
+from bmfa.attention.result import Screened
+from bmfa.checks import check_integer, check_number
+from bmfa.data.drawn.scenes import draw_scene
+from bmfa.data.images import ImageFiles
+from bmfa.grid import Grid
+from bmfa.models.families import find_vision_transformer
+from bmfa.models.loading import LoadedModel, find_preprocessing
+from bmfa.models.patching import is_patched, patch, unpatch
+from bmfa.models.screened_layer import LayerInputs, observe
+from bmfa.records import environment
+from bmfa.timing import synchronize
+
+ERRORS = (0.01, 0.03, 0.1)
+# Images that are timed. Their densities differ by a tenth or two; each takes a few passes.
+IMAGES = 2
+# Passes that are timed after the first one: as many as these seconds allow, at most three. If they allow
+# none, the first one counts, of which the cold start is a small part.
+PASS_SECONDS, MOST_PASSES = 6.0, 3
+# Calls of a kernel are timed for this long, at least one: with each error target on the inputs of each
+# layer, and dense and exact attention, whose time does not depend on values, once for all layers.
+CALL_SECONDS, SHARED_SECONDS = 0.04, 0.25
+CUDA_CALLS = 8  # between two synchronizations, so that launches overlap with kernels as in a model
+# Speed from which the verdict recommends a setting: passes repeat to a few percent.
+LEAST_SPEED = 1.1
+# Sides of grids up to which the verdict looks for the first one over which tiles run by default.
+MOST_SIDE = 512
+# The images that are made without any: noise whose amplitude falls with the frequency f as 1 / f^0.75,
+# one drawn scene, and a mosaic of 3x3 of them. error=0.03 expands 7, 21 and 42 % of their tiles in
+# DeiT-Tiny at 1,024 px, and 17 to 31 % of those of four photographs; 20, 46 and 42 % in a ViT-S/14 at
+# 672 px, and 18 to 53 % of those of the photographs.
+NOISE_POWER, MOSAIC_SIDES = 0.75, (1, 3)
+
+
+@dataclass(frozen=True)
+class SettingEstimate:
+    """What one setting of `bmfa.patch` would do; `estimate` makes these.
+
+    Attributes:
+        error: Error target of attention; 0 is exact attention, by the native kernel on a CPU.
+        milliseconds: Time of a pass, the mean over the images.
+        speedup: The time of a dense pass, divided by it.
+        slowest: The speed on the image on which it is least.
+        fastest: The speed on the image on which it is greatest.
+        density: Mean share of the tiles that are expanded; 1.0 where attention is exact.
+        tiled_layers: The number of layers that run tiles; the others run exact attention.
+
+    Example:
+        >>> SettingEstimate(0.03, 50.0, 2.0, 1.9, 2.1, 0.2, 12).speed
+        '1.9x to 2.1x'
+    """
+
+    error: float
+    milliseconds: float
+    speedup: float
+    slowest: float
+    fastest: float
+    density: float
+    tiled_layers: int
+
+    @property
+    def speed(self) -> str:
+        """The speed as text: a range if images differ."""
+        ends = (f"{self.slowest:.1f}x", f"{self.fastest:.1f}x")
+        return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate:
+    """What screening would bring for a model; `estimate` makes these.
+
+    `str` is a table, and notebooks show it as HTML.
+
+    Attributes:
+        model: Class of the model.
+        img_size: (height, width) of the images in pixels.
+        images: Number of images that were timed.
+        synthetic: True if they are synthetic, so that speeds are a range.
+        tokens: Tokens of an image in the last layer, without class and register tokens.
+        layers: Number of layers whose attention can be screened.
+        reasons: Why the other blocks cannot be screened, and why layers stay exact at `headline`.
+        dense_milliseconds: Time of a pass of the model as it is.
+        attention_share: Share of it that attention takes.
+        dense_mebibytes: Largest memory that a dense pass allocates beyond the weights.
+        screened_mebibytes: The same with the setting `headline`.
+        settings: The settings, exact attention first.
+        headline: The error target of the verdict and of the memory.
+        dense_below: The side in pixels below which dense attention is about as fast; None if it is not
+            known.
+        environment: Versions, device and processor.
+
+    Example:
+        >>> import bmfa
+        >>> found = bmfa.estimate(bmfa.load_model("embedded"))
+        >>> found.img_size, found.tokens, found.layers
+        ((128, 128), 256, 8)
+        >>> [one.error for one in found.settings]
+        [0.0, 0.01, 0.03, 0.1]
+    """
+
+    model: str
+    img_size: tuple[int, int]
+    images: int
+    synthetic: bool
+    tokens: int
+    layers: int
+    reasons: tuple[str, ...]
+    dense_milliseconds: float
+    attention_share: float
+    dense_mebibytes: float
+    screened_mebibytes: float
+    settings: tuple[SettingEstimate, ...]
+    headline: float
+    dense_below: int | None
+    environment: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in one line.
+
+        Example:
+            >>> import bmfa
+            >>> bmfa.estimate(bmfa.load_model("embedded")).verdict.split()[0] != ""
+            True
+        """
+        exact = self.settings[0]
+        tiles = next(one for one in self.settings if one.error == self.headline)
+        grows = self.dense_below is not None and self.dense_below > max(self.img_size)
+        below = f" below {self.dense_below} px" if grows else ""
+        if tiles.slowest >= LEAST_SPEED and tiles.speedup > exact.speedup:
+            return f"{tiles.speed} at `error={tiles.error:g}`"
+        if exact.slowest >= LEAST_SPEED:
+            return f"{exact.speed} at `error=0`, which is exact; tiles gain nothing{below}"
+        return f"stay dense{below}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values as numbers, text and lists, with the verdict.
+
+        Example:
+            >>> import bmfa
+            >>> bmfa.estimate(bmfa.load_model("embedded")).to_dict()["tokens"]
+            256
+        """
+        return asdict(self) | {"verdict": self.verdict}
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON.
+
+        Example:
+            >>> import bmfa, json
+            >>> json.loads(bmfa.estimate(bmfa.load_model("embedded")).to_json())["synthetic"]
+            True
+        """
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        height, width = self.img_size
+        rows = [("setting", "speed", "ms", "tiles expanded", "tiled layers")]
+        rows += [("dense", "1.0x", f"{self.dense_milliseconds:.4g}", "", "")]
+        for one in self.settings:
+            numbers = (f"{one.milliseconds:.4g}", f"{100 * one.density:.0f} %")
+            rows.append((f"error={one.error:g}", one.speed, *numbers, str(one.tiled_layers)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        images = "synthetic images" if self.synthetic else "given images"
+        return "\n".join(
+            (
+                f"{self.model} at {height}x{width} px, {self.tokens} tokens: {self.layers} layers can "
+                "be screened",
+                *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+                *self.reasons,
+                f"attention: {100 * self.attention_share:.0f} % of a dense pass of "
+                f"{self.dense_milliseconds:.4g} ms, on {self.images} {images}",
+                f"memory: {self.dense_mebibytes:.0f} MiB dense, {self.screened_mebibytes:.0f} MiB at "
+                f"error={self.headline:g}, beyond the weights",
+                f"verdict: {self.verdict}",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"Estimate({self.model}, {self.img_size[0]}x{self.img_size[1]} px: {self.verdict})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def estimate(
+    model: nn.Module | LoadedModel,
+    images: Any = None,
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    errors: Sequence[float] = ERRORS,
+    options: Mapping[str, Any] | None = None,
+    limit: int = IMAGES,
+    seed: int = 0,
+) -> Estimate:
+    """Estimate in seconds how much faster `bmfa.patch` would make a model on this machine.
+
+    A dense pass is timed, and for each image a pass with the middle one of `errors`. On the q, k, v of
+    each layer in this pass, the kernels are timed once for each setting. The time of a pass with another
+    setting is that of the pass, less the time of its attention, plus that of the other setting. Passes
+    of large images are timed once, so that speeds may be off by a tenth; `bmfa bench model` measures
+    whole passes.
+
+    How many tiles an error target expands depends on the images. Without images, three synthetic ones
+    are used, noise, a drawn scene and a mosaic of nine, and speeds are a range, within which most
+    photographs are. Memory is what torch allocates during a pass: on CUDA its peak, on a CPU that of all
+    allocations that the profiler of torch sees, scratch memory of the native kernels included.
+
+    The error of attention is not the change of the output, which `bmfa.tune` measures and keeps within
+    a tolerance.
+
+    Args:
+        model: A model that `patch` supports and that is not patched, or what `load_model` returns.
+        images: Preprocessed images of one size, a (N, 3, height, width) tensor or a list of (3, height,
+            width) tensors, or the path of a folder or zip, which is read with the preprocessing of the
+            model. None makes synthetic images.
+        img_size: The side, or (height, width), of the images of a folder and of synthetic ones. None is
+            the size of the model.
+        errors: Error targets, above 0.
+        options: Keyword arguments of every call of the model. None takes those of `load_model`.
+        limit: The number of given images to use, the first ones.
+        seed: Seed of synthetic images.
+
+    Returns:
+        An `Estimate`, whose `str` is a table.
+
+    Raises:
+        TypeError: If the model is not supported, with the reason.
+        ValueError: If an argument is out of range, the model is patched, or it refuses the size.
+
+    Example:
+        >>> import bmfa
+        >>> found = bmfa.estimate(bmfa.load_model("embedded", img_size=256))
+        >>> found.tokens, found.synthetic, 0 < found.attention_share <= 1
+        (1024, True, True)
+    """
+    module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
+    vit = find_vision_transformer(module)
+    if is_patched(module):
+        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
+    if vit.not_tunable:
+        raise TypeError(f"{type(module).__name__} cannot be estimated: {vit.not_tunable}")
+    errors = sorted({check_number("errors", x, low=0.0, high=1.0, open_low=True) for x in errors})
+    if not errors:
+        raise ValueError("errors is empty; pass error targets, such as [0.03]")
+    limit = check_integer("limit", limit, low=1)
+    pixels = _read(model, images, img_size, limit, seed)
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    batches = torch.split(pixels.to(parameter.device, parameter.dtype), 1)
+    headline, options = errors[len(errors) // 2], dict(own if options is None else options)
+    with _evaluating(module):
+        dense, dense_bytes = _time_pass(partial(module, batches[0], **options), parameter.device)
+        times: list[_AttentionTimes] = []
+        screened, screened_bytes = [], 0
+        patch(module, error=headline)
+        for batch in batches:
+            run = partial(module, batch, **options)
+            milliseconds, peak = _time_pass(run, parameter.device)
+            screened.append(milliseconds)
+            screened_bytes = max(screened_bytes, peak)
+            times.append(_AttentionTimes(errors, headline, times[0].shared if times else {}))
+            with observe(module, times[-1]):
+                run()
+    return _assemble(
+        times,
+        dense,
+        screened,
+        model=type(module).__name__,
+        img_size=(int(pixels.shape[-2]), int(pixels.shape[-1])),
+        images=len(batches),
+        synthetic=images is None,
+        layers=len(vit.attentions),
+        reasons=(
+            *_listed("not screened: blocks", vit.dense_blocks),
+            *_listed(f"exact at error={headline:g}: layers", times[0].exact),
+        ),
+        dense_mebibytes=dense_bytes / 2**20,
+        screened_mebibytes=screened_bytes / 2**20,
+        headline=headline,
+        environment=environment(str(parameter.device)),
+    )
+
+
+@dataclass(eq=False)
+class _AttentionTimes:
+    """Times of attention on the inputs of the layers in one pass, summed over layers."""
+
+    errors: Sequence[float]
+    headline: float
+    # Of dense (None) and exact (0.0) attention by shape: their time does not depend on values.
+    shared: dict[Any, dict[float | None, float]]
+    milliseconds: dict[float | None, float] = field(default_factory=lambda: defaultdict(float))
+    densities: dict[float, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tiled: Counter[float] = field(default_factory=Counter)
+    exact: dict[int, str] = field(default_factory=dict)  # why, by layer, at the headline
+    inputs: LayerInputs = field(init=False)  # of the last layer
+
+    def __call__(self, inputs: LayerInputs, _: Screened) -> None:
+        """Time a call of a layer, as an observer."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        attend = partial(
+            screened_attention, q, k, v, grid=inputs.grid, prefix=inputs.prefix, scale=inputs.scale,
+            valid=inputs.valid,
+        )  # fmt: skip
+        key = (q.shape, inputs.grid)
+        if key not in self.shared:
+            works: dict[float | None, Any] = {
+                None: partial(scaled_dot_product_attention, q, k, v, scale=inputs.scale),
+                0.0: partial(attend, error=0.0),
+            }
+            self.shared[key] = {
+                name: _time_calls(work, q.device, SHARED_SECONDS)[0] for name, work in works.items()
+            }
+        for name, milliseconds in self.shared[key].items():
+            self.milliseconds[name] += milliseconds
+        for error in self.errors:
+            setting = q.dtype, q.device.type, inputs.grid, {"error": error}
+            choice = exact_choice(tuple(q.shape), *setting, in_graph=False)
+            if choice is not None:
+                milliseconds, density, reason = self.shared[key][0.0], 1.0, choice.reason
+            else:
+                milliseconds, (_, stats) = _time_calls(partial(attend, error=error), q.device)
+                density, reason = stats.density, stats.reason
+            self.milliseconds[error] += milliseconds
+            self.densities[error].append(density)
+            self.tiled[error] += density < 1.0
+            if density == 1.0 and error == self.headline:
+                self.exact[inputs.layer] = reason.removeprefix("auto: ")
+        self.inputs = inputs
+
+
+def _listed(what: str, reasons: Mapping[int, str]) -> list[str]:
+    """Return a line for each reason, with the indices it is for."""
+    return [
+        f"{what} {', '.join(str(i) for i, one in reasons.items() if one == reason)}, {reason}"
+        for reason in dict.fromkeys(reasons.values())
+    ]
+
+
+def _assemble(
+    times: Sequence[_AttentionTimes], dense: float, screened: Sequence[float], **known: Any
+) -> Estimate:
+    """Return the estimate from times in milliseconds: of a dense pass, and of an image each."""
+    headline, settings = known["headline"], []
+    rest = statistics.median(
+        max(passed - one.milliseconds[headline], 0.0)
+        for passed, one in zip(screened, times, strict=True)
+    )
+    for error in (0.0, *times[0].errors):
+        passes = [rest + one.milliseconds[error] for one in times]
+        densities = [density for one in times for density in one.densities.get(error, [1.0])]
+        mean, density = statistics.fmean(passes), statistics.fmean(densities)
+        ends = dense / max(passes), dense / min(passes)
+        tiled = max(one.tiled[error] for one in times)
+        settings.append(SettingEstimate(error, mean, dense / mean, *ends, density, tiled))
+    attention = min(statistics.fmean(one.milliseconds[None] for one in times), dense)
+    tiles = statistics.fmean(one.milliseconds[headline] for one in times)
+    last = times[0].inputs
+    return Estimate(
+        tokens=last.grid.size,
+        dense_milliseconds=dense,
+        attention_share=attention / dense,
+        settings=tuple(settings),
+        dense_below=_dense_below(last, headline, known["img_size"][0], dense, attention, tiles),
+        **known,
+    )
+
+
+def _dense_below(
+    inputs: LayerInputs, error: float, height: int, dense: float, attention: float, tiles: float
+) -> int | None:
+    """Return the side in pixels of the smallest images on which tiles are expected to gain.
+
+    It is at least the first one at which `auto` runs tiles. If the images are larger than that, the time
+    R = `dense` - `attention` of everything else grows as the number of tokens, and the times A of dense
+    attention and T of tiles as its square, at most: with r times as many tokens a pass is LEAST_SPEED =
+    s times as fast if R + r A = s (R + r T), that is from r = (s - 1) R / (A - s T) on.
+
+    Args:
+        inputs: Inputs of a layer.
+        error: The error target.
+        height: Height of the images in pixels.
+        dense: Milliseconds of a dense pass.
+        attention: Those of its attention.
+        tiles: Those of attention with the error target.
+    """
+    q, pixels = inputs.q, height / inputs.grid.height
+
+    def runs_tiles(side: int) -> bool:
+        shape = (*q.shape[:2], inputs.prefix + side * side, q.shape[3])
+        setting = q.dtype, q.device.type, Grid(side, side), {"error": error}
+        return exact_choice(shape, *setting, in_graph=False) is None
+
+    side = next(filter(runs_tiles, range(1, MOST_SIDE + 1)), None)
+    if side is None:
+        return None
+    if side * side > inputs.grid.size:
+        return math.ceil(side * pixels)
+    gain = attention - LEAST_SPEED * tiles
+    if gain <= 0.0:
+        return None
+    ratio = (LEAST_SPEED - 1.0) * (dense - attention) / gain
+    return math.ceil(max(side, math.ceil(math.sqrt(ratio * inputs.grid.size))) * pixels)
+
+
+def _time_pass(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Return the milliseconds of a pass, and the largest number of bytes that it allocates."""
+    synchronize(device)
+    start = time.perf_counter()
+    try:
+        peak = peak_bytes(run, device)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the model does not run on these images ({str(error).splitlines()[0]}); build it for their "
+            "size, e.g. bmfa.load_model(name, img_size=...)"
+        ) from error
+    synchronize(device)
+    samples = [time.perf_counter() - start]
+    for _ in range(min(MOST_PASSES, int(PASS_SECONDS / samples[0]))):
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(samples[1:] or samples), peak
+
+
+def _time_calls(
+    work: Callable[[], Any], device: torch.device, seconds: float = CALL_SECONDS
+) -> tuple[float, Any]:
+    """Return the median milliseconds of a call, and what the last one returned."""
+    calls, samples = CUDA_CALLS if device.type == "cuda" else 1, [0.0]
+    while sum(samples) < seconds:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = work()
+        synchronize(device)
+        samples.append((time.perf_counter() - start) / calls)
+    return 1e3 * statistics.median(samples[1:]), result
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return how much memory torch holds during a call, at most, beyond what it held before.
+
+    On CUDA its allocator counts. On a CPU, which has no such counter, the profiler of torch lists every
+    allocation, and the peak of their running sum is returned.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    # The library of the profiler writes lines to standard error where this is not set.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    native.release_scratch()  # so that the call allocates it
+    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        run()
+    results: Any = profiled.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def _read(
+    model: nn.Module | LoadedModel,
+    images: Any,
+    img_size: int | tuple[int, int] | None,
+    limit: int,
+    seed: int,
+) -> Tensor:
+    """(n, 3, height, width) images, at most `limit`, or synthetic ones."""
+    if isinstance(images, (Tensor, Sequence)) and not isinstance(images, str):
+        found = [
+            one for one in images[:limit] if isinstance(one, Tensor) and one.shape[:-2] == (3,)
+        ]
+        if img_size is not None or len(found) < len(images[:limit]) or not found:
+            raise ValueError(
+                "images must be a (N, 3, height, width) tensor or a list of (3, height, width) tensors, "
+                "without img_size, or the path of a folder"
+            )
+        return torch.stack(found)
+    preprocess = find_preprocessing(model, img_size=img_size)
+    size = img_size if preprocess is None else preprocess.size
+    if images is None and size is not None:
+        return synthetic_images((size, size) if isinstance(size, int) else size, seed)
+    if images is None or preprocess is None:
+        raise ValueError(
+            "the preprocessing and the size of the model's images are not known; pass what "
+            "bmfa.load_model returns as the model, img_size=... without images, or tensors as images"
+        )
+    files = ImageFiles(images)
+    return torch.stack([preprocess(files.read(entry)) for entry in files.entries[:limit]])
+
+
+def synthetic_images(size: tuple[int, int], seed: int = 0) -> Tensor:
+    """(3, 3, height, width) noise, a drawn scene and a mosaic of scenes, of mean 0 and variance 1."""
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
+    spectrum = torch.fft.rfft2(torch.randn(1, *size, generator=generator))
+    rows, columns = torch.fft.fftfreq(size[0])[:, None], torch.fft.rfftfreq(size[1])
+    frequency = (rows.square() + columns.square()).sqrt()  # (height, width // 2 + 1)
+    frequency[0, 0] = math.inf
+    noise = torch.fft.irfft2(spectrum / frequency**NOISE_POWER, s=size)
+    images = [noise.expand(3, -1, -1)]
+    for side in MOSAIC_SIDES:
+        scenes = [draw_scene(seed, index)[0].image.pixels for index in range(side * side)]
+        tiled = torch.from_numpy(np.stack(scenes)).float().reshape(side, side, *scenes[0].shape)
+        mosaic = tiled.permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)  # (3, height, width)
+        images.append(interpolate(mosaic[None], size=size, mode="bicubic", antialias=True)[0])
+    return torch.stack([(image - image.mean()) / image.std() for image in images])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without gradients; restore it however the block ends."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a missed target is no matter of time
+            yield
+    finally:
+        unpatch(model)
+        for module in training:
+            module.training = True
