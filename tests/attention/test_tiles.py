@@ -13,7 +13,7 @@ from torch import Tensor
 from bmfa import Grid
 from bmfa.attention.kernels.eager.tiles import attention, heads
 from bmfa.attention.kernels.eager.tiles import tiled_attention as attend
-from bmfa.attention.tiling import UNIFORM_SHARE, TiledAttention, Tiling
+from bmfa.attention.tiling import MOST_PREDICTED, UNIFORM_SHARE, TiledAttention, Tiling
 from cases import Largest
 from tiled_cases import (
     DIMS,
@@ -241,9 +241,12 @@ def test_the_error_is_within_its_target_and_a_budget_is_the_mean_number_of_tiles
         for error in (0.02, 0.05, 0.1) if backend is NATIVE else (0.05, 0.1):
             got = backend.run(case, error=error)
             relative = float((got.output - want).norm() / want.norm())
-            # The aim is 0.85 of the target, of which thresholds that would miss it take less.
+            # The aim is below the target, and thresholds that may miss it are chosen again for less.
             assert relative <= 1.3 * error, (factor, error)
-            assert relative >= 0.45 * error or not got.expanded.any(), (factor, error)
+            assert relative >= 0.45 * MOST_PREDICTED * error or not got.expanded.any(), (
+                factor,
+                error,
+            )
         for expand in (2.0, 8.0, 30.0) if factor == 3.0 else ():
             mean = float(backend.run(case, expand=expand).expanded_count.float().mean())
             assert 0.75 * expand <= mean <= 1.25 * expand

@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_one_clear_line(
         with pytest.raises(ImageError, match=message):
             call()
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    message = r"pillow is not installed; run: pip install 'bmfa\[data\]'"
+    message = r"pillow is not installed; run: pip install pillow, .*pip install '\.\[images\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         images.decode_image(b"", "a.png")
 

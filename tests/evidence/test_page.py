@@ -507,7 +507,7 @@ def test_a_record_replaces_an_earlier_one_of_the_same_run() -> None:
 
 def test_the_absence_of_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[report\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[report\]'"):
         load_package("matplotlib")
 
 
