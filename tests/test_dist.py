@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -169,3 +171,41 @@ def test_command_library_and_page_work_outside_the_checkout(site, tmp_path):
     run(site, tmp_path, sys.executable, "-m", "bmfa", "report", "--records", file, "--quiet")
     page = (tmp_path / "report" / "index.html").read_text("utf-8")
     assert "<style" in page and "</html>" in page
+
+
+def test_the_first_hour_of_a_newcomer_has_no_dead_end(wheel, tmp_path):
+    """examples/first_hour.sh with the wheel; figures of its commands agree with each other.
+
+    Its environment is new, and reads torch and the other dependencies from the one of the tests.
+    """
+    venv.create(tmp_path / ".venv")
+    (site,) = (tmp_path / ".venv").glob("lib/python*/site-packages")
+    outer = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "outer.pth").write_text("\n".join(outer))
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = inherited | {"MINUTES": "0.5", "HF_HUB_OFFLINE": "1"}
+    command = ["sh", str(ROOT / "examples" / "first_hour.sh"), str(wheel)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (site / "bmfa" / "__init__.py").is_file()
+    titles = re.findall("^== (.*)$", done.stdout, re.M)
+    assert [title.split()[0] for title in titles] == ["Install", "Weights", "Will", "A", "The"]
+    *_, estimated, tuned, used = re.split("^== .*$", done.stdout, flags=re.M)
+
+    estimate = json.loads((tmp_path / "estimate.json").read_text("utf-8"))
+    plan = bmfa.Plan.load(tmp_path / "plan.json")
+    assert "verdict: " in estimated and "tolerance 3.00 %" in tuned and "plan: plan.json" in tuned
+    assert plan.holds and plan.img_size == (768, 768)
+    # Speeds: the estimate of its middle error and the plan, both measured on a machine that may be busy.
+    (row,) = [row for row in estimate["rows"] if row["error"] == 0.03]
+    assert row["slowest"] / 2 <= plan.speedup <= 2 * row["fastest"]
+
+    assert f"{len(plan.grids)} layers can be screened" in estimated
+    forms = re.findall(r"^ +\d+ +(tiled|dense) +(?:native|eager|triton|dense|host) ", used, re.M)
+    tiled = sum(one.error is not None for one in plan.layers)
+    assert len(forms) == len(plan.grids) == 12 and forms.count("tiled") == tiled > 0
+    assert f"{tiled} of 12 layers attend over tiles" in tuned
+    assert float(re.search("class scores moved by (.*)", used)[1]) < 0.1
+    assert "bit-identical after unpatch: True" in used

@@ -1,6 +1,7 @@
 """Screened attention: trees against the float64 oracle, gradients, grids of frames and of queries, and
 heads that share keys."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from bmfa.attention.call import Call
 from bmfa.attention.kernels.eager import per_query
 from bmfa.attention.kernels.eager.tiles.heads import Keys
 from bmfa.attention.result import Stats
-from bmfa.attention.tiling import TiledAttention
 from bmfa.trees.keys import query_chunks
 from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
@@ -154,12 +154,30 @@ def test_chunk_size_does_not_change_the_output(monkeypatch):
 # Results
 
 
-def test_the_text_of_stats_reads_no_tensor():
-    meta = torch.empty(1, 2, 9, device="meta")
-    call = Call(GRID, GRID.size, error=0.1)
-    stats = Stats("triton", "tiled", "", call, tiles=TiledAttention(meta, meta, meta, meta))
-    assert "setting='error 0.1'" in repr(stats)
-    assert "expanded_count=tensor(1, 2, 9)" in repr(stats)
+def test_results_are_shown_with_their_density_and_error_in_few_characters(recwarn):
+    q, k, v = tensors(9, GRID, heads=2)
+    tiled = {"grid": (GRID.height, GRID.width), "prefix": 1, "allow_dense": False}
+    for setting in ({"error": 0.1}, {"leaves": 0.3}, {"leaves": 1.0}, {"rule": "gamma:0.1"}):
+        screened = screened_attention(q, k, v, **tiled, **setting)
+        text, html = repr(screened.stats), screened._repr_html_()
+        assert repr(screened) == f"Screened(output={tuple(q.shape)}, stats={text})"
+        assert len(text) < 300 and "\n" not in text
+        assert text.startswith(f"Stats(backend={screened.stats.backend!r}, form=")
+        assert html.startswith(f"<p>output {tuple(q.shape)}</p><table>")
+        if screened.stats.error is None:
+            assert "error=" not in text and "<th>error</th>" not in html
+        else:
+            error = screened.stats.error
+            shown = f"{error.estimate:.3g}, at most {error.upper:.3g}"
+            assert f"density='{screened.stats.density:.3g}', error='{shown}'" in text
+            assert f"<tr><th>error</th><td>{shown}</td></tr>" in html
+    # A missed target warns where `error` is read, not where the result is shown.
+    probes = torch.ones(1, 1, 4, 3)
+    tiles = replace(screened_attention(q, k, v, **tiled, error=0.1).stats.tiles, probes=probes)
+    call = Call(GRID, GRID.size, error=1e-3)
+    missed = Stats("eager", "tiled", "<one>", call, tiles=tiles)
+    assert "error='1, at most" in repr(missed) and "&lt;one&gt;" in missed._repr_html_()
+    assert not recwarn.list
 
 
 def test_trees_are_built_when_they_are_read(monkeypatch):

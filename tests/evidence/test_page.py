@@ -31,6 +31,7 @@ SHIPPED = (
     *("model-saliency-h200", "model-cpu", "model-saliency-cpu"),
 )
 POOLED = "optimal-leaves-pooled:0.05794"
+RINGS = f">{plots.PAPER_TITLE}<"
 HOSTILE = "<script>alert('x')</script>"
 QUARTERS = [[0, 0, 2, 2], [0, 2, 2, 4], [2, 0, 4, 2], [2, 2, 4, 4]]
 
@@ -450,12 +451,31 @@ def test_a_figure_without_its_data_is_left_out_or_names_the_command() -> None:
     assert made.startswith(b"\x89PNG")
 
 
+def test_every_figure_with_rings_says_that_they_are_the_papers(monkeypatch) -> None:
+    made = [shipped("synthetic"), ablation(), model_records.closed_loop(DEIT)]
+    shown = [*recorded.load()[0].values(), *made]
+    drawn, draw = [], plots.draw_point
+
+    def draw_point(axes, method, *point) -> None:
+        drawn.append(method)
+        draw(axes, method, *point)
+
+    monkeypatch.setattr(plots, "draw_point", draw_point)
+    with_rings = []
+    for name, figure in figures.ALL.items():
+        drawn.clear()
+        text = figure(shown)
+        assert (RINGS in text) == ("paper" in drawn), name
+        with_rings += [name] if drawn else []
+    assert sorted(with_rings) == ["ablation", "closed-loop", "pipeline", "trade-off"]
+
+
 def test_figures_show_the_papers_points_and_the_critical_point(records: list[Record]) -> None:
     for name in ("closed-loop", "top1"):
         text = figures.ALL[name](records)
         assert "Paper: DeiT-Tiny" in text and "Embedded model, " in text
-        assert ">paper<" not in text  # the rings of ImageNet, on the paper's own model alone
-    assert ">paper<" in figures.ALL["closed-loop"](model_records.closed_loop(DEIT))
+        assert RINGS not in text  # the rings of ImageNet, on the paper's own model alone
+    assert RINGS in figures.ALL["closed-loop"](model_records.closed_loop(DEIT))
     text = figures.ALL["failure-curve"](records)
     assert "log 63 ≈ 4.143" in text and "log 255 ≈ 5.541" in text
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,9 @@ def check_later(probes: Tensor, call: Call) -> None:
 class Stats:
     """What ran, why, and what is known of its error.
 
+    `repr`, and the table in a notebook, show `density`, `error.estimate` and `error.upper`, and so wait
+    for the device.
+
     Attributes:
         backend: `"native"`, `"eager"`, `"triton"` or `"dense"` (SDPA).
         form: `"tiled"`, `"tree"` or `"dense"`.
@@ -192,14 +196,23 @@ class Stats:
     tiles: TiledAttention | None = None  # of the form "tiled"
     make_tree: Callable[[], Tree] | None = None  # of the form "tree"
 
+    def _shown(self) -> dict[str, str]:
+        """Return what `repr` shows, as text. Waits for the device, as `density` and `error` do."""
+        shown = {"backend": self.backend, "form": self.form, "setting": self.setting}
+        if self.measure_error is not None:
+            error = self.measure_error()  # without the warning of `error`
+            shown["density"] = f"{self.density:.3g}"
+            shown["error"] = f"{error.estimate:.3g}, at most {error.upper:.3g}"
+        return shown | {"reason": self.reason}
+
     def __repr__(self) -> str:
-        """Show the tensors by their shape: their values would wait for the device."""
-        count = self.expanded_count
-        shown = "" if count is None else f", expanded_count=tensor{tuple(count.shape)}"
-        return (
-            f"Stats(backend={self.backend!r}, form={self.form!r}, setting={self.setting!r}, "
-            f"reason={self.reason!r}{shown})"
+        return f"Stats({', '.join(f'{name}={text!r}' for name, text in self._shown().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            f"<tr><th>{n}</th><td>{escape(text)}</td></tr>" for n, text in self._shown().items()
         )
+        return f"<table>{''.join(rows)}</table>"
 
     @property
     def setting(self) -> str:
@@ -335,3 +348,6 @@ class Screened:
 
     def __repr__(self) -> str:
         return f"Screened(output={tuple(self.output.shape)}, stats={self.stats!r})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>output {tuple(self.output.shape)}</p>{self.stats._repr_html_()}"

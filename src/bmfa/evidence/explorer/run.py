@@ -30,9 +30,9 @@ IMAGE_SIDE = 1024
 BASE64_GROWTH = 4 / 3
 # The page begins where Algorithm 1 misses most, at the threshold of the chapters on images.
 START_RULE = "gamma:0.05"
-START_LEAVES = (0.05, 0.35)
+START_LEAVES = (0.05, 0.35)  # shares of leaves of a tree that is neither trivial nor nearly full
 START_QUERIES = 512  # of a longer sequence about as many queries, evenly spaced, are tried
-LATER = 1e6  # above any E, so that other trees come after those with few leaves
+LATER = 1e6  # above any E, so that other trees come after those in START_LEAVES
 PROTOCOL = (
     "queries and keys of the full model, rounded to 16 bits; gap is that of one leaf over the spatial "
     "keys, over all queries; rounding is the largest difference that 16 bits make in a score"
@@ -177,7 +177,7 @@ def run(
         drawn=drawn,
         layers=found,
         depth=depth,
-        start=_start(found[-1]),
+        start=_start(found),
         record=Record("explore", settings, rows, environment(device)),
     )
 
@@ -234,25 +234,28 @@ def _explored(call: LayerInputs) -> ExploredLayer:
     return ExploredLayer(call.layer, call.grid, call.prefix, heads, valid)
 
 
-def _start(layer: ExploredLayer) -> dict[str, int]:
-    """Return the query of the grid and the head to show first: the largest E of `START_RULE`.
+def _start(layers: Sequence[ExploredLayer]) -> dict[str, int]:
+    """Return the layer, head and query of the grid to show first: the largest E of `START_RULE`.
 
-    Trees with a share of leaves in `START_LEAVES` go first, because one leaf shows no tree.
+    Trees with a share of leaves in `START_LEAVES` go first, then other trees that split; a single leaf
+    shows no tree and comes last. Among equals the last layer is taken.
     """
-    valid = None if layer.valid is None else torch.from_numpy(layer.valid)
-    best, start = -torch.inf, {"layer": layer.layer, "head": 0, "query": 0}
-    step = 1 + layer.grid.size // START_QUERIES
-    queries = slice(layer.prefix, None, step)
-    for index, head in enumerate(layer.heads):
-        scores = torch.from_numpy(head.scores(queries)[:, layer.prefix :])
-        tree = screen(scores, layer.grid, START_RULE, valid=valid)
-        errors, ratio, (low, high) = tree.error(scores), tree.leaf_ratio, START_LEAVES
-        errors = errors - torch.where((ratio >= low) & (ratio <= high), 0.0, LATER)
-        if valid is not None:
-            errors = errors.where(valid[::step], -torch.inf)
-        if float(errors.max()) > best:
-            best = float(errors.max())
-            start |= {"head": index, "query": step * int(errors.argmax())}
+    best, start = -torch.inf, {"layer": layers[-1].layer, "head": 0, "query": 0}
+    for layer in reversed(layers):
+        valid = None if layer.valid is None else torch.from_numpy(layer.valid)
+        step = 1 + layer.grid.size // START_QUERIES
+        queries = slice(layer.prefix, None, step)
+        for index, head in enumerate(layer.heads):
+            scores = torch.from_numpy(head.scores(queries)[:, layer.prefix :])
+            tree = screen(scores, layer.grid, START_RULE, valid=valid)
+            ratio, (low, high) = tree.leaf_ratio, START_LEAVES
+            later = 2 - (tree.leaf_count > 1).int() - ((ratio >= low) & (ratio <= high)).int()
+            errors = tree.error(scores) - LATER * later
+            if valid is not None:
+                errors = errors.where(valid[::step], -torch.inf)
+            if float(errors.max()) > best:
+                best, query = float(errors.max()), step * int(errors.argmax())
+                start = {"layer": layer.layer, "head": index, "query": query}
     return start
 
 

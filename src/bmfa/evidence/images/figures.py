@@ -112,6 +112,8 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
             plots.draw_point(plot, paper.NAME, x, y)
             plot.text(x, y, letter, ha="center", va="center", fontsize=8)
             values.append(y)
+    ring = plots.marker(paper.NAME) | {"markersize": 8.0, "linestyle": "none"}
+    plot.plot([], [], label=plots.PAPER_TITLE, **ring)
     for name in (name for name in (*STRATEGIES, "optimal") if name in run.families):
         line = get_points(run.families[name], *columns)
         plots.draw_line(plot, name, line, label=name)

@@ -57,6 +57,7 @@ LINES: Mapping[Line, Any] = {
 }
 # The paper's numbers are drawn as rings around ours.
 PAPER = Mark("ink", "o", hollow=True, size=12.0)
+PAPER_TITLE = "rings: the paper"
 OTHER_MARKERS = "os^Dvph<>P"  # of methods without a mark in the registry, chosen by their name
 MAX_NAME = 21  # characters of a method's name in a figure
 LABEL_DISTANCE = 15.0  # pixels between the baselines of two labels
@@ -367,4 +368,7 @@ def value_range(rows: Sequence[Row], column: str) -> tuple[float, float]:
 
 
 def _shorten(name: str) -> str:
+    """Return a method's name as figures show it; "paper" is that of the paper's numbers."""
+    if name == "paper":
+        return PAPER_TITLE
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
