@@ -127,7 +127,7 @@ def test_memory_is_the_largest_sum_of_what_is_held_at_one_time():
     attend = lambda: bmfa.screened_attention(q, q, q, grid=(64, 64), error=0.1)  # noqa: E731
     if library.instruction_set():
         attend()
-        assert native._last.scratch is not None
+        assert native.last_call.scratch is not None
         assert peak_bytes(attend, CPU) == peak_bytes(attend, CPU) > q.nbytes, "scratch counts again"
 
 

@@ -475,7 +475,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     # The library of the profiler writes lines to standard error where this is not set.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    native.release_scratch()  # so that the call allocates it
+    native.last_call.scratch = None  # so that the call allocates it
     with torch.autograd.profiler.profile(profile_memory=True) as profiled:
         run()
     results: Any = profiled.kineto_results
