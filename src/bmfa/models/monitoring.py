@@ -1,6 +1,5 @@
 """Whether a patched model in service still changes few outputs by more than a tolerance."""
 
-import copy
 import json
 import math
 import threading
@@ -8,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bmfa.attention.tiling import DEFAULT_ERROR
 from bmfa.checks import check_integer, check_number, is_compiling
 from bmfa.models.measures import Function, Measure, find_measure
-from bmfa.models.patching import unpatch
+from bmfa.models.patching import copy_sharing_weights, unpatch
 from bmfa.models.screened_layer import screened_layers
 
 Action = Literal["warn", "tighten", "restore"]
@@ -240,7 +240,7 @@ class Monitor:
     ) -> None:
         self.model, self.every, self.tolerance = model, every, tolerance
         self.measure, self.test, self.action = measure, test, action
-        self.dense = _dense_copy(model)
+        self.dense = unpatch(copy_sharing_weights(model))
         self.passes = self.kept = self.dropped = self.checked = self.alarms = 0
         self.largest_change, self.failure = 0.0, ""
         self._generator = torch.Generator().manual_seed(seed)
@@ -435,7 +435,7 @@ class Monitor:
         return f"Monitor(every={self.every}, {self.state!r})"
 
     def __reduce__(self) -> Any:
-        return _ignoring, ()
+        return partial, (_ignore,)
 
 
 def monitor(
@@ -523,12 +523,6 @@ def monitor(
     return made
 
 
-def _dense_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that is not patched and shares its parameters and buffers."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return unpatch(copy.deepcopy(model, shared))
-
-
 def _find_images(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
@@ -549,9 +543,5 @@ def _tighten(model: nn.Module) -> None:
         layer.choices = {}
 
 
-def _ignoring() -> Any:
-    """Return a hook in place of a monitor, for a copy of a model."""
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None: ...
+def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """In place of a monitor, the hook of a copy of a model."""

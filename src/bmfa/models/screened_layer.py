@@ -41,6 +41,11 @@ class LayerInputs:
     prefix: int
     valid: Tensor | None  # (B or 1, N) spatial keys that exist
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `screened_attention`."""
+        return {name: x for name, x in vars(self).items() if name != "layer"}
+
 
 Observer = Callable[[LayerInputs, Screened], None]
 

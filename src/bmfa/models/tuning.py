@@ -7,7 +7,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import product
@@ -24,6 +23,8 @@ from bmfa.models.image_sample import LEAST_TESTED, divide, part_sizes, sample_im
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
+    copy_sharing_weights,
+    evaluating,
     install_layers,
     is_patched,
     layer_indices,
@@ -140,7 +141,7 @@ def tune(
         >>> patched = bmfa.patch(model, plan=plan)
     """
     found = find_measure(measure)
-    tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
+    tolerance, errors = check_tolerance(tolerance, found.name), check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
     if minutes is not None:
         minutes = check_number("minutes", minutes, low=0.0, open_low=True)
@@ -290,22 +291,15 @@ class Tuner:
         """
         from tqdm.auto import tqdm
 
-        training = [module for module in self.model.modules() if module.training]
         identity = {} if resume is None else self.identity(kind)
-        self.model.eval()
         # The mean rate: passes take about equally long, and an estimate from the last ones jumps.
         bar = tqdm(unit=" passes", leave=False, smoothing=0, disable=None if progress else True)
-        try:
-            with torch.no_grad(), bar:
-                self.run = Run(bar, resume, identity)
-                try:
-                    yield
-                finally:
-                    self.run.save()
-        finally:
-            unpatch(self.model)
-            for module in training:
-                module.training = True
+        with evaluating(self.model), bar:
+            self.run = Run(bar, resume, identity)
+            try:
+                yield
+            finally:
+                self.run.save()
 
     def identity(self, kind: str) -> dict[str, Any]:
         """Return what the measurements depend on, apart from their settings."""
@@ -573,24 +567,15 @@ def time_model(
     return dense_ms, exact_ms, planned_ms
 
 
-def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
-    return deepcopy(
-        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    )
-
-
 def time_attention(
     inputs: LayerInputs, errors: Sequence[float], repeats: int
 ) -> dict[float | None, float]:
     """Return the milliseconds of exact attention (None) and of attention over tiles by error target."""
     calls = CUDA_CALLS if inputs.q.is_cuda else 1
-    names = ("q", "k", "v", "grid", "prefix", "scale", "valid")
-    arguments = {name: getattr(inputs, name) for name in names}
 
     def attend(error: float | None) -> None:
         for _ in range(calls):
-            screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
+            screened_attention(**inputs.arguments, error=error or 0.0, allow_dense=error is None)
 
     works = {str(error): partial(attend, error) for error in (None, *errors)}
     medians = time_alternating(works, repeats, inputs.q.device)
@@ -604,7 +589,7 @@ def check_tolerance(tolerance: object, measure: str = "features") -> float:
     return check_number("tolerance", tolerance, low=0.0, open_low=True)
 
 
-def _check_errors(errors: Any) -> tuple[float, ...]:
+def check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
     return tuple(sorted({check_error(x, "errors", open_low=True) for x in errors}))
