@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -253,8 +253,7 @@ def estimate(
     """
     tuner, errors = Tuner(model, {}, options), check_errors(errors)
     module, vit, device = tuner.model, tuner.vit, tuner.parameter.device
-    if vit.not_tunable:
-        raise TypeError(f"{type(module).__name__} cannot be estimated: {vit.not_tunable}")
+    tuner.check_tunable()
     limit = check_integer("limit", limit, low=1)
     pixels = _read(model, images, img_size, limit, seed)
     batches, headline = torch.split(tuner.place(pixels), 1), errors[len(errors) // 2]
@@ -272,22 +271,38 @@ def estimate(
             times.append(_AttentionTimes(errors, headline, times[0].shared if times else {}))
             with observe(module, times[-1]):
                 run()
-    return _assemble(
-        times,
-        dense,
-        screened,
+    rest = statistics.median(
+        max(passed - one.milliseconds[headline], 0.0)
+        for passed, one in zip(screened, times, strict=True)
+    )
+    settings, last, side = [], times[0].inputs, int(pixels.shape[-2])
+    for error in (0.0, *errors):
+        passes = [rest + one.milliseconds[error] for one in times]
+        densities = [density for one in times for density in one.densities[error]]
+        mean, density = statistics.fmean(passes), statistics.fmean(densities)
+        ends = dense / max(passes), dense / min(passes)
+        tiled = max(sum(x < 1.0 for x in one.densities[error]) for one in times)
+        settings.append(SettingEstimate(error, mean, dense / mean, *ends, density, tiled))
+    attention = min(statistics.fmean(one.milliseconds[None] for one in times), dense)
+    tiles = statistics.fmean(one.milliseconds[headline] for one in times)
+    return Estimate(
         model=type(module).__name__,
-        img_size=(int(pixels.shape[-2]), int(pixels.shape[-1])),
+        img_size=(side, int(pixels.shape[-1])),
         images=len(batches),
         synthetic=images is None,
+        tokens=last.grid.size,
         layers=len(vit.attentions),
         reasons=(
             *by_reason("not screened: blocks", vit.dense_blocks),
             *by_reason(f"exact at error={headline:g}: layers", times[0].exact),
         ),
+        dense_milliseconds=dense,
+        attention_share=attention / dense,
         dense_mebibytes=dense_bytes / 2**20,
         screened_mebibytes=screened_bytes / 2**20,
+        settings=tuple(settings),
         headline=headline,
+        dense_below=_dense_below(last, headline, side, dense, attention, tiles),
         environment=environment(str(device)),
     )
 
@@ -302,7 +317,6 @@ class _AttentionTimes:
     shared: dict[Any, dict[float | None, float]]
     milliseconds: dict[float | None, float] = field(default_factory=lambda: defaultdict(float))
     densities: dict[float, list[float]] = field(default_factory=lambda: defaultdict(list))
-    tiled: Counter[float] = field(default_factory=Counter)
     exact: dict[int, str] = field(default_factory=dict)  # why, by layer, at the headline
     inputs: LayerInputs = field(init=False)  # of the last layer
 
@@ -322,6 +336,7 @@ class _AttentionTimes:
             }
         for name, milliseconds in self.shared[key].items():
             self.milliseconds[name] += milliseconds
+        self.densities[0.0].append(1.0)
         for error in self.errors:
             setting = q.dtype, q.device.type, inputs.grid, {"error": error}
             choice = exact_choice(tuple(q.shape), *setting, in_graph=False)
@@ -332,39 +347,9 @@ class _AttentionTimes:
                 density, reason = stats.density, stats.reason
             self.milliseconds[error] += milliseconds
             self.densities[error].append(density)
-            self.tiled[error] += density < 1.0
             if density == 1.0 and error == self.headline:
                 self.exact[inputs.layer] = reason.removeprefix("auto: ")
         self.inputs = inputs
-
-
-def _assemble(
-    times: Sequence[_AttentionTimes], dense: float, screened: Sequence[float], **known: Any
-) -> Estimate:
-    """Return the estimate from times in milliseconds: of a dense pass, and of an image each."""
-    headline, settings = known["headline"], []
-    rest = statistics.median(
-        max(passed - one.milliseconds[headline], 0.0)
-        for passed, one in zip(screened, times, strict=True)
-    )
-    for error in (0.0, *times[0].errors):
-        passes = [rest + one.milliseconds[error] for one in times]
-        densities = [density for one in times for density in one.densities.get(error, [1.0])]
-        mean, density = statistics.fmean(passes), statistics.fmean(densities)
-        ends = dense / max(passes), dense / min(passes)
-        tiled = max(one.tiled[error] for one in times)
-        settings.append(SettingEstimate(error, mean, dense / mean, *ends, density, tiled))
-    attention = min(statistics.fmean(one.milliseconds[None] for one in times), dense)
-    tiles = statistics.fmean(one.milliseconds[headline] for one in times)
-    last = times[0].inputs
-    return Estimate(
-        tokens=last.grid.size,
-        dense_milliseconds=dense,
-        attention_share=attention / dense,
-        settings=tuple(settings),
-        dense_below=_dense_below(last, headline, known["img_size"][0], dense, attention, tiles),
-        **known,
-    )
 
 
 def _dense_below(

@@ -111,13 +111,8 @@ def patch(
         True
     """
     rule = None if rule is None else as_rule(rule)
-    options: dict[str, Any] = {
-        "rule": rule,
-        "error": error,
-        "leaves": leaves,
-        "max_depth": max_depth,
-    }
-    options |= {"allow_dense": allow_dense, "backend": backend}
+    options: dict[str, Any] = {"rule": rule, "error": error, "leaves": leaves}
+    options |= {"max_depth": max_depth, "allow_dense": allow_dense, "backend": backend}
     if attention is None and (grid is not None or prefix or suffix):
         raise ValueError(
             f"grid is {grid!r}, prefix {prefix} and suffix {suffix}, which are for models that are not "

@@ -234,16 +234,9 @@ class ScreenedLayer(AttentionFunction):
         prefix, order = k.shape[2] - grid.size, passes.special_first(grid, q)
         if order is not None:
             q, k, v = (x[:, :, order] for x in (q, k, v))
+        options = self.options | {"_caller": (f"layer {self.layer}", passes.model)}
         screened = screened_attention(
-            q,
-            k,
-            v,
-            valid=valid,
-            grid=grid,
-            prefix=prefix,
-            scale=scale,
-            _caller=(f"layer {self.layer}", passes.model),
-            **self.options,
+            q, k, v, valid=valid, grid=grid, prefix=prefix, scale=scale, **options
         )
         passes.log(self.layer, LayerCall.from_stats(screened.stats))
         if self.observer is not None:

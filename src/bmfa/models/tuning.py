@@ -147,11 +147,7 @@ def tune(
         minutes = check_number("minutes", minutes, low=0.0, open_low=True)
     more = 1 if minutes is None else MORE_IMAGES
     tuner = AttentionTuner(model, images, options, batch_size, limit, seed, more)
-    if tuner.vit.not_tunable:
-        raise TypeError(
-            f"{type(tuner.model).__name__} is not supported by tune: {tuner.vit.not_tunable}; pass "
-            "error= to bmfa.patch"
-        )
+    tuner.check_tunable()
     if batch_size > (calibrating := len(tuner.images["calibration"])):
         raise ValueError(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
@@ -212,6 +208,14 @@ class Tuner:
         given = isinstance(images, dict)
         self.images = images if given else divide(sample_images(images, model, limit, seed))
         self.references: dict[Any, list[Any]] = {}  # what the unchanged model returns
+
+    def check_tunable(self) -> None:
+        """Raise unless the model takes images."""
+        if self.vit.not_tunable:
+            raise TypeError(
+                f"{type(self.model).__name__} is not supported by tune and estimate: "
+                f"{self.vit.not_tunable}; pass error= to bmfa.patch"
+            )
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
