@@ -425,12 +425,10 @@ class AttentionTuner(Tuner):
 
     def time_pass(self) -> float:
         """Return the seconds of a forward pass with dense attention."""
-        self.install(())
-        try:
-            work = partial(self.model, self.batch, **self.options)
-            return median_milliseconds(work, 1, self.batch.device) / 1e3
-        finally:
-            unpatch(self.model)
+        model = copy_sharing_weights(self.model)
+        self.install((), model)
+        work = partial(model, self.batch, **self.options)
+        return median_milliseconds(work, 1, self.batch.device) / 1e3
 
     def afford(
         self,
@@ -524,12 +522,9 @@ class AttentionTuner(Tuner):
             "the layers of the model attend on several grids or not in each pass, and a plan is for one "
             "grid in each layer, all of which run; pass error= to bmfa.patch"
         )
-        patch(self.model, error=0.0)
-        try:
-            with observe(self.model, note):
-                measure.outputs(self.model, self.batch, self.options)
-        finally:
-            unpatch(self.model)
+        model = patch(copy_sharing_weights(self.model), error=0.0)
+        with observe(model, note):
+            measure.outputs(model, self.batch, self.options)
         if len(rows) < depth:
             raise refused
         return [rows[layer] for layer in range(depth)]
