@@ -58,7 +58,8 @@ def own_parameters(value: object) -> list[str]:
         return []
     call = value.__func__ if isinstance(value, classmethod) else value
     assert isinstance(call, Callable)
-    return [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
+    names = inspect.signature(call).parameters
+    return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
 
 
 def returns(value: object) -> bool:

@@ -98,26 +98,27 @@ def time_alternating(
         device: Device on which the functions run.
         least_seconds: Duration of a sample: as many calls in a row as that takes, at most MOST_IN_ROW.
     """
-
-    def seconds(work: Work, calls: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        synchronize(device)
-        return time.perf_counter() - start
-
     samples: dict[str, list[float]] = {name: [] for name in works}
     calls = dict.fromkeys(works, 1)
     for name, work in works.items():
         work()
         if least_seconds:
-            once = max(seconds(work, 1), 1e-9)
+            once = max(clock(work, device)[0], 1e-9)
             calls[name] = min(MOST_IN_ROW, int(least_seconds / once) + 1)
     for _ in range(repeats):
         for name, work in works.items():
-            samples[name].append(1e3 * seconds(work, calls[name]) / calls[name])
+            samples[name].append(1e3 * clock(work, device, calls[name])[0])
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def clock(work: Callable[[], Any], device: torch.device, calls: int = 1) -> tuple[float, Any]:
+    """Return the seconds of a call, the mean of several in a row, and what the last one returned."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = work()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls, result
 
 
 def synchronize(device: torch.device) -> None:

@@ -127,12 +127,12 @@ def true_error(result: Screened, q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def tiled_stats(
-    error: float, *, target: float = 0.05, heads: int = 1, grid: Any = (8, 8), **caller: Any
+    error: float, *, target: float = 0.05, grid: Any = (8, 8), caller: tuple[str, ...] = ()
 ) -> Stats:
     """Stats of a call by Triton whose single probe has this relative error."""
     rows = torch.tensor([[error**2 * 4.0, 4.0, 64.0], [0.0, 0.0, 64.0]], dtype=torch.float64)
-    probes = rows.expand(1, heads, 2, 3)
-    call = Call(Grid(*grid), grid[0] * grid[1], error=target, backend="triton", **caller)
+    probes = rows.expand(1, 1, 2, 3)
+    call = Call(Grid(*grid), grid[0] * grid[1], error=target, backend="triton", caller=caller)
     none = torch.empty(0)
     return Stats("triton", "tiled", "", call, tiles=TiledAttention(none, none, probes, none))
 
@@ -145,21 +145,21 @@ def test_a_missed_target_warns_once_for_calls_of_one_kind(monkeypatch: Any) -> N
         warnings.simplefilter("error")
         assert tiled_stats(0.05, target=0.01).error.met is False
         assert tiled_stats(0.05, target=0.05).error.met is True
-    # Another target, and other models.
-    for other in ({"target": 0.02}, {"heads": 2}, {"grid": (8, 16)}):
+    # Another target, and another grid.
+    for other in ({"target": 0.02}, {"grid": (8, 16)}):
         with pytest.warns(UserWarning, match="the target is 0"):
             assert tiled_stats(0.05, **{"target": 0.01, **other}).error.met is False
 
 
 def test_a_missed_target_warns_once_for_each_patched_model(monkeypatch: Any) -> None:
     monkeypatch.setattr(results, "_warned", set())
-    for model in (1, 2):
-        with pytest.warns(UserWarning, match=r"error of 0\.05 in layer 3 of a ViT, and the target"):
-            assert tiled_stats(0.05, target=0.01, layer="layer 3 of a ViT", model=model).error
+    for model in ("ViT 1", "ViT 2"):
+        with pytest.warns(UserWarning, match=rf"error of 0\.05 in layer 3 of {model}, and the"):
+            assert tiled_stats(0.05, target=0.01, caller=("layer 3", model)).error
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for other in ({"target": 0.02}, {"heads": 2}):  # another layer
-                assert tiled_stats(0.05, **{"target": 0.01, "model": model, **other}).error
+            for target in (0.01, 0.02):
+                assert tiled_stats(0.05, target=target, caller=("layer 4", model)).error
 
 
 def test_the_warning_and_met_agree(monkeypatch: Any) -> None:

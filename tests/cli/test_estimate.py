@@ -28,7 +28,7 @@ def test_the_table_and_the_record_say_the_same(capsys, tmp_path):
 
 def test_bad_input_ends_with_one_line(capsys):
     for words, part in (
-        ("--error 3", "errors is 3.0"),
+        ("--error 3", "errors is 3; pass a fraction"),
         ("--limit 0", "limit is 0"),
         ("--dtype int8", "'int8'"),
         ("--img-size 100", "img_size is 100"),

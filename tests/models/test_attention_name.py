@@ -43,7 +43,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from bmfa.models import screened_layer
 
     calls: list[Any] = []
-    original = screened_layer.run_attention
+    original = screened_layer.screened_attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -51,7 +51,7 @@ def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             calls.append((kwargs["grid"], kwargs["prefix"]))
         return result
 
-    monkeypatch.setattr(screened_layer, "run_attention", spy)
+    monkeypatch.setattr(screened_layer, "screened_attention", spy)
     return calls
 
 

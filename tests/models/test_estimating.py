@@ -20,6 +20,7 @@ from bmfa.attention.kernels import native
 from bmfa.attention.kernels.native import library
 from bmfa.models import estimating
 from bmfa.models.estimating import LEAST_SPEED, Estimate, SettingEstimate, peak_bytes
+from bmfa.models.tables import by_reason
 from bmfa.timing import time_alternating
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_where_tiles_do_not_run_the_times_are_those_of_exact_attention():
     assert found.dense_below == 8 * math.ceil(math.sqrt(least))
     (reason,) = found.reasons
     assert reason.startswith("exact at error=0.03: layers 0, 1, 2, dense attention is as fast")
-    lines = estimating._listed("blocks", {0: "windows", 2: "pooled", 3: "windows"})
+    lines = by_reason("blocks", {0: "windows", 2: "pooled", 3: "windows"})
     assert lines == ["blocks 0, 3, windows", "blocks 2, pooled"]
 
 
@@ -127,7 +128,7 @@ def test_memory_is_the_largest_sum_of_what_is_held_at_one_time():
     attend = lambda: bmfa.screened_attention(q, q, q, grid=(64, 64), error=0.1)  # noqa: E731
     if library.instruction_set():
         attend()
-        assert native._last.scratch is not None
+        assert native.last_call.scratch is not None
         assert peak_bytes(attend, CPU) == peak_bytes(attend, CPU) > q.nbytes, "scratch counts again"
 
 
@@ -154,7 +155,7 @@ def test_the_result_shows_itself_and_is_json():
     assert lines[1].split() == ["setting", "speed", "ms", "tiles", "expanded", "tiled", "layers"]
     assert lines[-1] == f"verdict: {found.verdict}"
     assert "attention: 60 % of a dense pass of 100 ms, on 2 given images" in lines
-    assert found._repr_html_().startswith("<pre>EmbeddedViT")
+    assert found._repr_html_().startswith("<table><caption>EmbeddedViT at")
 
 
 def test_the_model_is_unchanged_and_input_is_checked():
@@ -173,7 +174,6 @@ def test_the_model_is_unchanged_and_input_is_checked():
     assert model.training
     loaded = bmfa.load_model("embedded")
     for options, words in (
-        ({"errors": []}, "errors is empty"),
         ({"errors": [0.0]}, "errors is 0"),
         ({"errors": [3]}, "errors is 3"),
         ({"limit": 0}, "limit is 0"),
@@ -184,8 +184,10 @@ def test_the_model_is_unchanged_and_input_is_checked():
     ):
         with pytest.raises(ValueError, match=words):
             bmfa.estimate(loaded, **options)
+    with pytest.raises(TypeError, match=r"errors is \[\]"):
+        bmfa.estimate(loaded, errors=[])
     with pytest.raises(ValueError, match="not known"):
-        bmfa.estimate(nn.Sequential(small_model()), "folder")
+        bmfa.estimate(nn.Sequential(small_model()))
     with pytest.raises(ValueError, match="is patched"):
         bmfa.estimate(bmfa.patch(small_model()), smooth_images(1))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ def screened_attention(
     query_grid: Grid | tuple[int, int] | None = None,
     allow_dense: bool = True,
     backend: Backend = "auto",
+    _caller: tuple[str, ...] = (),
 ) -> Screened:
     """Compute attention with the spatial keys of each query summarised by blocks.
 
@@ -144,32 +145,18 @@ def screened_attention(
         >>> torch.allclose(screened.output, exact, atol=1e-5)
         True
     """
-    check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
-    return run_attention(
-        q, k, v, valid, allow_dense=allow_dense, backend=backend, grid=grid, prefix=prefix, rule=rule,
-        error=error, leaves=leaves, tau=tau, scale=scale, max_depth=max_depth, query_grid=query_grid,
-    )  # fmt: skip
-
-
-def run_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    *,
-    allow_dense: bool = True,
-    backend: Backend = "auto",
-    **arguments: Any,
-) -> Screened:
-    """Run a call of `screened_attention`; the others are those of `Call.from_arguments`."""
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "
             "trees of the example for all inputs; use torch.compile or torch.export.export"
         )
+    check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
     q, k, v, outside_autocast = cast_for_autocast(q, k, v)
     with outside_autocast:
-        call = Call.from_arguments(q, k, v, **arguments)
+        call = Call.from_arguments(
+            q, k, v, grid=grid, prefix=prefix, rule=rule, error=error, leaves=leaves, tau=tau,
+            scale=scale, max_depth=max_depth, query_grid=query_grid, caller=_caller,
+        )  # fmt: skip
         valid = None if valid is None else check_mask(valid, q, call)
         chosen, reason, exact = choose(q, k, v, call, backend, allow_dense)
         if exact:
@@ -177,7 +164,7 @@ def run_attention(
             return Screened(output, Stats(chosen, "dense", reason, call, valid))
         threshold = dense_threshold(call.error, chosen)
         call = replace(call, backend=chosen, dense_threshold=threshold)
-        if call.rule is not None:
+        if rule is not None:
             return _attend_trees(q, k, v, valid, call, reason)
         return _attend_tiles(q, k, v, valid, call, reason, allow_dense and backend == "auto")
 

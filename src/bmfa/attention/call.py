@@ -47,10 +47,7 @@ class Call:
     max_depth: int | None = None
     backend: str = "auto"  # that runs it
     dense_threshold: float = 1.0  # share of expanded tiles above which a head is computed exactly
-    layer: str = (
-        ""  # of a patched model that makes the call, and the number of the model: for warnings
-    )
-    model: int = 0
+    caller: tuple[str, ...] = ()  # the layer and the patched model, for warnings
 
     @classmethod
     def from_arguments(
@@ -60,16 +57,15 @@ class Call:
         v: Tensor,
         *,
         grid: Grid | tuple[int, int],
-        prefix: int = 0,
-        rule: Rule | str | None = None,
-        error: float | None = None,
-        leaves: float | int | None = None,
-        tau: float = 1.0,
-        scale: float | None = None,
-        max_depth: int | None = None,
-        query_grid: Grid | tuple[int, int] | None = None,
-        layer: str = "",
-        model: int = 0,
+        prefix: int,
+        rule: Rule | str | None,
+        error: float | None,
+        leaves: float | int | None,
+        tau: float,
+        scale: float | None,
+        max_depth: int | None,
+        query_grid: Grid | tuple[int, int] | None,
+        caller: tuple[str, ...],
     ) -> "Call":
         """Check arguments of `screened_attention`.
 
@@ -108,7 +104,7 @@ class Call:
                 f"has {queries}; pass query_grid=, the grid of the queries, or rule=, e.g. "
                 "bmfa.rules.Optimal(error=0.05), for a tree for each query"
             )
-        return cls(*common, *budget(grid, error, leaves), layer=layer, model=model)
+        return cls(*common, *budget(grid, error, leaves), caller=caller)
 
     @property
     def form(self) -> Form:

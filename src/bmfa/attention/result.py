@@ -101,38 +101,26 @@ def _in_groups(probes: Tensor, probes_per_group: int) -> Array:
     return probes.detach().cpu().numpy().reshape(-1, probes_per_group, 3).astype(np.float64)
 
 
-# What has warned: patched models by their number, other calls with their number of heads.
-_warned: set[int | tuple[Call, int]] = set()
-
-
-def _warning_key(call: Call, heads: int) -> int | tuple[Call, int]:
-    return call.model or (call, heads)
+# What has warned: patched models by their name, and other calls.
+_warned: set[Call | tuple[str, ...]] = set()
 
 
 def warn_if_missed(probes: Tensor, call: Call) -> None:
-    """Warn if the error that the probes measure misses its target, as `ErrorEstimate.met` has it."""
+    """Warn if the error that the probes measure misses its target, as `ErrorEstimate.met` has it.
+
+    Once for a patched model or calls of one kind.
+    """
     estimate = relative_error(_in_groups(probes, call.tiling.probes_per_group))[0]
+    kind = call.caller[1:] or call
     assert call.error is not None
-    if not estimate <= call.error:  # NaN meets no target
-        warn_missed(estimate, call, probes.shape[1])
-
-
-def warn_missed(estimate: float, call: Call, heads: int) -> None:
-    """Warn, once for a patched model or calls of one kind, that the output misses its target."""
-    key = _warning_key(call, heads)
-    if key in _warned:
+    if estimate <= call.error or kind in _warned:  # NaN meets no target
         return
-    _warned.add(key)
-    where = f" in {call.layer}" if call.layer else ""
-    every = (
-        "bmfa.summary(model) has that of every layer"
-        if where
-        else "stats.error has that of every call"
-    )
+    _warned.add(kind)
+    where = f" in {' of '.join(call.caller)}" if call.caller else ""
     warnings.warn(
         f"screened_attention measured an output error of {estimate:.3g}{where}, and the target is "
         f"{call.error:.3g}; for these inputs pass a smaller error=, or leaves=1.0 for exact attention "
-        f"({every})",
+        "(stats.error has that of every call, bmfa.summary(model) of every layer)",
         UserWarning,
         stacklevel=2,
     )
@@ -158,7 +146,7 @@ def check_later(probes: Tensor, call: Call) -> None:
                 return
             _on_its_way.clear()
             warn_if_missed(measured, earlier)
-        if _warning_key(call, probes.shape[1]) not in _warned:
+        if (call.caller[1:] or call) not in _warned:
             measured = torch.empty(probes.shape, dtype=probes.dtype, pin_memory=True)
             measured.copy_(probes, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -246,7 +234,7 @@ class Stats:
             return None
         measured = self.measure_error()
         if measured.met is False and self.tiles is not None:
-            warn_missed(measured.estimate, self.call, self.tiles.probes.shape[1])
+            warn_if_missed(self.tiles.probes, self.call)
         return measured
 
     @property

@@ -23,7 +23,7 @@ def estimate(
     Args:
         images (DIR): Folder or zip of images like those of the later use; synthetic ones by default.
         error (X): Error target; repeat for several (0.01, 0.03 and 0.1).
-        limit (N): Images of the folder to use, the first ones.
+        limit (N): Images of the folder to use.
         dtype: Cast the model.
     """
     import torch

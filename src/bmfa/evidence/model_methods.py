@@ -10,9 +10,9 @@ from bmfa import merging
 from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.families import find_vision_transformer
+from bmfa.models.patching import copy_sharing_weights as copy_sharing_weights
 from bmfa.models.plan import Plan, PlanFile, ReductionPlan
 from bmfa.models.reducing import reduce
-from bmfa.models.tuning import copy_sharing_weights as copy_sharing_weights
 from bmfa.trees import rules
 
 PLAN = "plan:"  # a method that is the plan of a file

@@ -1,15 +1,12 @@
 """What screening would bring for a model at a size on this machine, before anything is tuned."""
 
-import html
 import json
 import math
 import os
 import statistics
-import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -23,16 +20,17 @@ from bmfa.attention.api import screened_attention
 from bmfa.attention.dispatch import exact_choice
 from bmfa.attention.kernels import native
 from bmfa.attention.result import Screened
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_integer
 from bmfa.data.drawn.scenes import draw_scene
-from bmfa.data.images import ImageFiles
 from bmfa.grid import Grid
-from bmfa.models.families import find_vision_transformer
+from bmfa.models.image_sample import sample_images
 from bmfa.models.loading import LoadedModel, find_preprocessing
-from bmfa.models.patching import is_patched, patch, unpatch
+from bmfa.models.patching import evaluating, patch
 from bmfa.models.screened_layer import LayerInputs, observe
+from bmfa.models.tables import Parts, Table, by_reason
+from bmfa.models.tuning import Tuner, check_errors
 from bmfa.records import environment
-from bmfa.timing import synchronize
+from bmfa.timing import clock
 
 ERRORS = (0.01, 0.03, 0.1)
 # Images that are timed. Their densities differ by a tenth or two; each takes a few passes.
@@ -51,7 +49,8 @@ MOST_SIDE = 512
 # The images that are made without any: noise whose amplitude falls with the frequency f as 1 / f^0.75,
 # one drawn scene, and a mosaic of 3x3 of them. error=0.03 expands 7, 21 and 42 % of their tiles in
 # DeiT-Tiny at 1,024 px, and 17 to 31 % of those of four photographs; 20, 46 and 42 % in a ViT-S/14 at
-# 672 px, and 18 to 53 % of those of the photographs.
+# 672 px, and 18 to 53 % of those of the photographs. Those of the noise, 7 and 20 %, are interpolated
+# between powers that were measured; the others were measured.
 NOISE_POWER, MOSAIC_SIDES = 0.75, (1, 3)
 
 
@@ -89,7 +88,7 @@ class SettingEstimate:
 
 
 @dataclass(frozen=True, repr=False)
-class Estimate:
+class Estimate(Table):
     """What screening would bring for a model; `estimate` makes these.
 
     `str` is a table, and notebooks show it as HTML.
@@ -176,34 +175,30 @@ class Estimate:
         """
         return json.dumps(self.to_dict(), indent=2)
 
-    def __str__(self) -> str:
-        height, width = self.img_size
-        rows = [("setting", "speed", "ms", "tiles expanded", "tiled layers")]
-        rows += [("dense", "1.0x", f"{self.dense_milliseconds:.4g}", "", "")]
+    def parts(self) -> Parts:
+        """Return the table, with a line for each setting."""
+        lines = [("setting", "speed", "ms", "tiles expanded", "tiled layers")]
+        lines += [("dense", "1.0x", f"{self.dense_milliseconds:.4g}", "", "")]
         for one in self.settings:
             numbers = (f"{one.milliseconds:.4g}", f"{100 * one.density:.0f} %")
-            rows.append((f"error={one.error:g}", one.speed, *numbers, str(one.tiled_layers)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        images = "synthetic images" if self.synthetic else "given images"
-        return "\n".join(
-            (
-                f"{self.model} at {height}x{width} px, {self.tokens} tokens: {self.layers} layers can "
-                "be screened",
-                *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
-                *self.reasons,
-                f"attention: {100 * self.attention_share:.0f} % of a dense pass of "
-                f"{self.dense_milliseconds:.4g} ms, on {self.images} {images}",
-                f"memory: {self.dense_mebibytes:.0f} MiB dense, {self.screened_mebibytes:.0f} MiB at "
-                f"error={self.headline:g}, beyond the weights",
-                f"verdict: {self.verdict}",
-            )
+            lines.append((f"error={one.error:g}", one.speed, *numbers, str(one.tiled_layers)))
+        height, width = self.img_size
+        title = (
+            f"{self.model} at {height}x{width} px, {self.tokens} tokens: {self.layers} layers can"
         )
+        images = "synthetic images" if self.synthetic else "given images"
+        notes = (
+            *self.reasons,
+            f"attention: {100 * self.attention_share:.0f} % of a dense pass of "
+            f"{self.dense_milliseconds:.4g} ms, on {self.images} {images}",
+            f"memory: {self.dense_mebibytes:.0f} MiB dense, {self.screened_mebibytes:.0f} MiB at "
+            f"error={self.headline:g}, beyond the weights",
+            f"verdict: {self.verdict}",
+        )
+        return f"{title} be screened", lines, 0, notes
 
     def __repr__(self) -> str:
         return f"Estimate({self.model}, {self.img_size[0]}x{self.img_size[1]} px: {self.verdict})"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def estimate(
@@ -234,15 +229,14 @@ def estimate(
 
     Args:
         model: A model that `patch` supports and that is not patched, or what `load_model` returns.
-        images: Preprocessed images of one size, a (N, 3, height, width) tensor or a list of (3, height,
-            width) tensors, or the path of a folder or zip, which is read with the preprocessing of the
-            model. None makes synthetic images.
+        images: Images of one size as in `bmfa.tune`: tensors, a DataLoader, or the path of a folder or
+            zip, which is read with the preprocessing of the model. None makes synthetic images.
         img_size: The side, or (height, width), of the images of a folder and of synthetic ones. None is
             the size of the model.
         errors: Error targets, above 0.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
-        limit: The number of given images to use, the first ones.
-        seed: Seed of synthetic images.
+        limit: The number of given images to use.
+        seed: Seed of synthetic images, and of which of the given ones are used.
 
     Returns:
         An `Estimate`, whose `str` is a table.
@@ -257,50 +251,59 @@ def estimate(
         >>> found.tokens, found.synthetic, 0 < found.attention_share <= 1
         (1024, True, True)
     """
-    module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
-    vit = find_vision_transformer(module)
-    if is_patched(module):
-        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if vit.not_tunable:
-        raise TypeError(f"{type(module).__name__} cannot be estimated: {vit.not_tunable}")
-    errors = sorted({check_number("errors", x, low=0.0, high=1.0, open_low=True) for x in errors})
-    if not errors:
-        raise ValueError("errors is empty; pass error targets, such as [0.03]")
+    tuner, errors = Tuner(model, {}, options), check_errors(errors)
+    module, vit, device = tuner.model, tuner.vit, tuner.parameter.device
+    tuner.check_tunable()
     limit = check_integer("limit", limit, low=1)
     pixels = _read(model, images, img_size, limit, seed)
-    parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    batches = torch.split(pixels.to(parameter.device, parameter.dtype), 1)
-    headline, options = errors[len(errors) // 2], dict(own if options is None else options)
-    with _evaluating(module):
-        dense, dense_bytes = _time_pass(partial(module, batches[0], **options), parameter.device)
+    batches, headline = torch.split(tuner.place(pixels), 1), errors[len(errors) // 2]
+    with evaluating(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a missed target is no matter of time
+        dense, dense_bytes = _time_pass(partial(module, batches[0], **tuner.options), device)
         times: list[_AttentionTimes] = []
         screened, screened_bytes = [], 0
         patch(module, error=headline)
         for batch in batches:
-            run = partial(module, batch, **options)
-            milliseconds, peak = _time_pass(run, parameter.device)
+            run = partial(module, batch, **tuner.options)
+            milliseconds, peak = _time_pass(run, device)
             screened.append(milliseconds)
             screened_bytes = max(screened_bytes, peak)
             times.append(_AttentionTimes(errors, headline, times[0].shared if times else {}))
             with observe(module, times[-1]):
                 run()
-    return _assemble(
-        times,
-        dense,
-        screened,
+    rest = statistics.median(
+        max(passed - one.milliseconds[headline], 0.0)
+        for passed, one in zip(screened, times, strict=True)
+    )
+    settings, last, side = [], times[0].inputs, int(pixels.shape[-2])
+    for error in (0.0, *errors):
+        passes = [rest + one.milliseconds[error] for one in times]
+        densities = [density for one in times for density in one.densities[error]]
+        mean, density = statistics.fmean(passes), statistics.fmean(densities)
+        ends = dense / max(passes), dense / min(passes)
+        tiled = max(sum(x < 1.0 for x in one.densities[error]) for one in times)
+        settings.append(SettingEstimate(error, mean, dense / mean, *ends, density, tiled))
+    attention = min(statistics.fmean(one.milliseconds[None] for one in times), dense)
+    tiles = statistics.fmean(one.milliseconds[headline] for one in times)
+    return Estimate(
         model=type(module).__name__,
-        img_size=(int(pixels.shape[-2]), int(pixels.shape[-1])),
+        img_size=(side, int(pixels.shape[-1])),
         images=len(batches),
         synthetic=images is None,
+        tokens=last.grid.size,
         layers=len(vit.attentions),
         reasons=(
-            *_listed("not screened: blocks", vit.dense_blocks),
-            *_listed(f"exact at error={headline:g}: layers", times[0].exact),
+            *by_reason("not screened: blocks", vit.dense_blocks),
+            *by_reason(f"exact at error={headline:g}: layers", times[0].exact),
         ),
+        dense_milliseconds=dense,
+        attention_share=attention / dense,
         dense_mebibytes=dense_bytes / 2**20,
         screened_mebibytes=screened_bytes / 2**20,
+        settings=tuple(settings),
         headline=headline,
-        environment=environment(str(parameter.device)),
+        dense_below=_dense_below(last, headline, side, dense, attention, tiles),
+        environment=environment(str(device)),
     )
 
 
@@ -314,21 +317,18 @@ class _AttentionTimes:
     shared: dict[Any, dict[float | None, float]]
     milliseconds: dict[float | None, float] = field(default_factory=lambda: defaultdict(float))
     densities: dict[float, list[float]] = field(default_factory=lambda: defaultdict(list))
-    tiled: Counter[float] = field(default_factory=Counter)
     exact: dict[int, str] = field(default_factory=dict)  # why, by layer, at the headline
     inputs: LayerInputs = field(init=False)  # of the last layer
 
     def __call__(self, inputs: LayerInputs, _: Screened) -> None:
         """Time a call of a layer, as an observer."""
-        q, k, v = inputs.q, inputs.k, inputs.v
-        attend = partial(
-            screened_attention, q, k, v, grid=inputs.grid, prefix=inputs.prefix, scale=inputs.scale,
-            valid=inputs.valid,
-        )  # fmt: skip
+        q, attend = inputs.q, partial(screened_attention, **inputs.arguments)
         key = (q.shape, inputs.grid)
         if key not in self.shared:
             works: dict[float | None, Any] = {
-                None: partial(scaled_dot_product_attention, q, k, v, scale=inputs.scale),
+                None: partial(
+                    scaled_dot_product_attention, q, inputs.k, inputs.v, scale=inputs.scale
+                ),
                 0.0: partial(attend, error=0.0),
             }
             self.shared[key] = {
@@ -336,6 +336,7 @@ class _AttentionTimes:
             }
         for name, milliseconds in self.shared[key].items():
             self.milliseconds[name] += milliseconds
+        self.densities[0.0].append(1.0)
         for error in self.errors:
             setting = q.dtype, q.device.type, inputs.grid, {"error": error}
             choice = exact_choice(tuple(q.shape), *setting, in_graph=False)
@@ -346,47 +347,9 @@ class _AttentionTimes:
                 density, reason = stats.density, stats.reason
             self.milliseconds[error] += milliseconds
             self.densities[error].append(density)
-            self.tiled[error] += density < 1.0
             if density == 1.0 and error == self.headline:
                 self.exact[inputs.layer] = reason.removeprefix("auto: ")
         self.inputs = inputs
-
-
-def _listed(what: str, reasons: Mapping[int, str]) -> list[str]:
-    """Return a line for each reason, with the indices it is for."""
-    return [
-        f"{what} {', '.join(str(i) for i, one in reasons.items() if one == reason)}, {reason}"
-        for reason in dict.fromkeys(reasons.values())
-    ]
-
-
-def _assemble(
-    times: Sequence[_AttentionTimes], dense: float, screened: Sequence[float], **known: Any
-) -> Estimate:
-    """Return the estimate from times in milliseconds: of a dense pass, and of an image each."""
-    headline, settings = known["headline"], []
-    rest = statistics.median(
-        max(passed - one.milliseconds[headline], 0.0)
-        for passed, one in zip(screened, times, strict=True)
-    )
-    for error in (0.0, *times[0].errors):
-        passes = [rest + one.milliseconds[error] for one in times]
-        densities = [density for one in times for density in one.densities.get(error, [1.0])]
-        mean, density = statistics.fmean(passes), statistics.fmean(densities)
-        ends = dense / max(passes), dense / min(passes)
-        tiled = max(one.tiled[error] for one in times)
-        settings.append(SettingEstimate(error, mean, dense / mean, *ends, density, tiled))
-    attention = min(statistics.fmean(one.milliseconds[None] for one in times), dense)
-    tiles = statistics.fmean(one.milliseconds[headline] for one in times)
-    last = times[0].inputs
-    return Estimate(
-        tokens=last.grid.size,
-        dense_milliseconds=dense,
-        attention_share=attention / dense,
-        settings=tuple(settings),
-        dense_below=_dense_below(last, headline, known["img_size"][0], dense, attention, tiles),
-        **known,
-    )
 
 
 def _dense_below(
@@ -428,38 +391,27 @@ def _dense_below(
 
 def _time_pass(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
     """Return the milliseconds of a pass, and the largest number of bytes that it allocates."""
-    synchronize(device)
-    start = time.perf_counter()
     try:
-        peak = peak_bytes(run, device)
+        first, peak = clock(partial(peak_bytes, run, device), device)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"the model does not run on these images ({str(error).splitlines()[0]}); build it for their "
             "size, e.g. bmfa.load_model(name, img_size=...)"
         ) from error
-    synchronize(device)
-    samples = [time.perf_counter() - start]
-    for _ in range(min(MOST_PASSES, int(PASS_SECONDS / samples[0]))):
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(samples[1:] or samples), peak
+    repeats = min(MOST_PASSES, int(PASS_SECONDS / first))
+    samples = [clock(run, device)[0] for _ in range(repeats)] or [first]
+    return 1e3 * statistics.median(samples), peak
 
 
 def _time_calls(
     work: Callable[[], Any], device: torch.device, seconds: float = CALL_SECONDS
 ) -> tuple[float, Any]:
     """Return the median milliseconds of a call, and what the last one returned."""
-    calls, samples = CUDA_CALLS if device.type == "cuda" else 1, [0.0]
+    samples: list[float] = []
     while sum(samples) < seconds:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = work()
-        synchronize(device)
-        samples.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(samples[1:]), result
+        sample, result = clock(work, device, CUDA_CALLS if device.type == "cuda" else 1)
+        samples.append(sample)
+    return 1e3 * statistics.median(samples), result
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -475,7 +427,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     # The library of the profiler writes lines to standard error where this is not set.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    native.release_scratch()  # so that the call allocates it
+    native.last_call.scratch = None  # so that the call allocates it
     with torch.autograd.profiler.profile(profile_memory=True) as profiled:
         run()
     results: Any = profiled.kineto_results
@@ -495,27 +447,16 @@ def _read(
     seed: int,
 ) -> Tensor:
     """(n, 3, height, width) images, at most `limit`, or synthetic ones."""
-    if isinstance(images, (Tensor, Sequence)) and not isinstance(images, str):
-        found = [
-            one for one in images[:limit] if isinstance(one, Tensor) and one.shape[:-2] == (3,)
-        ]
-        if img_size is not None or len(found) < len(images[:limit]) or not found:
-            raise ValueError(
-                "images must be a (N, 3, height, width) tensor or a list of (3, height, width) tensors, "
-                "without img_size, or the path of a folder"
-            )
-        return torch.stack(found)
+    if images is not None:
+        return sample_images(images, model, limit, seed, least=1, img_size=img_size)
     preprocess = find_preprocessing(model, img_size=img_size)
     size = img_size if preprocess is None else preprocess.size
-    if images is None and size is not None:
-        return synthetic_images((size, size) if isinstance(size, int) else size, seed)
-    if images is None or preprocess is None:
+    if size is None:
         raise ValueError(
-            "the preprocessing and the size of the model's images are not known; pass what "
-            "bmfa.load_model returns as the model, img_size=... without images, or tensors as images"
+            "the size of the model's images is not known; pass what bmfa.load_model returns as the "
+            "model, img_size=..., or images"
         )
-    files = ImageFiles(images)
-    return torch.stack([preprocess(files.read(entry)) for entry in files.entries[:limit]])
+    return synthetic_images((size, size) if isinstance(size, int) else size, seed)
 
 
 def synthetic_images(size: tuple[int, int], seed: int = 0) -> Tensor:
@@ -533,18 +474,3 @@ def synthetic_images(size: tuple[int, int], seed: int = 0) -> Tensor:
         mosaic = tiled.permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)  # (3, height, width)
         images.append(interpolate(mosaic[None], size=size, mode="bicubic", antialias=True)[0])
     return torch.stack([(image - image.mean()) / image.std() for image in images])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model without gradients; restore it however the block ends."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a missed target is no matter of time
-            yield
-    finally:
-        unpatch(model)
-        for module in training:
-            module.training = True

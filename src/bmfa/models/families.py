@@ -69,8 +69,8 @@ class VisionTransformer:
 
     def follow(self) -> Passes:
         """Install hooks that follow the forward passes of the model."""
-        name = type(self.encoder).__name__
-        passes = self.passes(self.prefix, self.suffix, name, next(numbers))
+        name = f"{type(self.encoder).__name__}, patched model {next(numbers)}"
+        passes = self.passes(self.prefix, self.suffix, name)
         passes.watch(self)
         return passes
 

@@ -20,7 +20,15 @@ ACCEPTED = (
 LEAST_TESTED = 6
 
 
-def sample_images(images: Any, model: nn.Module | LoadedModel, limit: int, seed: int = 0) -> Tensor:
+def sample_images(
+    images: Any,
+    model: nn.Module | LoadedModel,
+    limit: int,
+    seed: int = 0,
+    *,
+    least: int = 2,
+    img_size: int | tuple[int, int] | None = None,
+) -> Tensor:
     """Read at most `limit` images in random order.
 
     Args:
@@ -31,23 +39,28 @@ def sample_images(images: Any, model: nn.Module | LoadedModel, limit: int, seed:
         limit: The largest number of images. Of a DataLoader they are the first ones, of anything else
             they are drawn.
         seed: Seed of the images that are drawn, and of their order.
+        least: The smallest number.
+        img_size: The size of the images of a folder; None is that of the model.
 
     Returns:
         (n, 3, height, width) images.
 
     Raises:
         TypeError: If `images` is of another type.
-        ValueError: If there are fewer than two images, they differ in size, or an argument is out of
+        ValueError: If there are fewer than `least` images, they differ in size, or an argument is out of
             range.
         ImageError: If there is no such folder, or an image that is drawn cannot be read.
     """
-    limit = check_integer("limit", limit, low=2)
+    limit = check_integer("limit", limit, low=least)
     generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
     read: Callable[[Any], Tensor] = lambda image: image  # noqa: E731
     found: Sequence[Any]
     name = "images"
-    if isinstance(images, (str, os.PathLike)):
-        files, preprocess = ImageFiles(images), find_preprocessing(model)
+    is_folder = isinstance(images, (str, os.PathLike))
+    if img_size is not None and not is_folder:
+        raise ValueError(f"img_size is {img_size}; pass tensors of that size without img_size")
+    if is_folder:
+        files, preprocess = ImageFiles(images), find_preprocessing(model, img_size=img_size)
         if preprocess is None:
             raise ValueError(
                 f"images is the folder {images} and the preprocessing of the model is not "
@@ -61,11 +74,11 @@ def sample_images(images: Any, model: nn.Module | LoadedModel, limit: int, seed:
         found = list(islice(_each_image(batches), most))
     else:
         raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    if len(found) < 2:
-        raise ValueError(
-            f"{name} has {len(found)} images; pass at least two, because the settings are validated on "
-            f"images on which they were not chosen: {ACCEPTED}"
-        )
+    if len(found) < least:
+        why = "one"
+        if least > 1:
+            why = "two, because settings are validated on images on which they were not chosen"
+        raise ValueError(f"{name} has {len(found)} images; pass at least {why}: {ACCEPTED}")
     order = torch.randperm(len(found), generator=generator)[:limit]
     found = [read(found[index]) for index in order]
     sizes = [f"{height}x{width}" for height, width in sorted({x.shape[-2:] for x in found})]

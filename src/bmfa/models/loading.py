@@ -18,6 +18,7 @@ from bmfa.data.drawn.badges import BADGE_CLASSES
 from bmfa.data.probes import multiples
 from bmfa.models import embedded
 from bmfa.models.families import find_vision_transformer
+from bmfa.models.measures import logits
 from bmfa.models.preprocessing import Interpolation, Preprocessing
 from bmfa.models.weights import check_binary, load_weights
 from bmfa.packages import load_package
@@ -85,13 +86,7 @@ class LoadedModel:
             >>> bmfa.load_model("embedded").logits(torch.zeros(2, 3, 128, 128)).shape
             torch.Size([2, 24])
         """
-        output = self.model(pixels, **self.options)
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor):
-            raise TypeError(
-                f"{self.name} returns {type(output).__name__} without logits; load a classifier"
-            )
-        return logits
+        return logits(self.model, pixels, self.options)
 
 
 def load_model(
@@ -153,24 +148,23 @@ def load_model(
 
 
 def find_preprocessing(
-    model: LoadedModel | nn.Module,
-    preprocess: Preprocessing | None = None,
-    img_size: int | tuple[int, int] | None = None,
+    model: LoadedModel | nn.Module, img_size: int | tuple[int, int] | None = None
 ) -> Preprocessing | None:
     """Return the preprocessing for images of a folder, None if it is not known.
 
     Raises:
         ValueError: If the model does not accept `img_size`.
     """
-    module = model.model if isinstance(model, LoadedModel) else model
-    if preprocess is None and isinstance(model, LoadedModel):
-        preprocess = model.preprocess
-    elif preprocess is None and isinstance(model, embedded.EmbeddedViT):
-        preprocess = _EMBEDDED_PREPROCESSING
-    elif preprocess is None and hasattr(model, "pretrained_cfg"):
+    if isinstance(model, LoadedModel):
+        module, preprocess = model.model, model.preprocess
+    elif isinstance(model, embedded.EmbeddedViT):
+        module, preprocess = model, _EMBEDDED_PREPROCESSING
+    elif hasattr(model, "pretrained_cfg"):
         settings = load_package("timm.data").resolve_data_config({}, model=model)
-        preprocess = Preprocessing.from_timm(settings)
-    if preprocess is not None and img_size is not None:
+        module, preprocess = model, Preprocessing.from_timm(settings)
+    else:
+        return None
+    if img_size is not None:
         preprocess = preprocess.override(img_size=img_size)
         check_img_size(type(module).__name__, module, preprocess.size)
     return preprocess

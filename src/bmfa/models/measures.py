@@ -108,11 +108,11 @@ def output_tensors(output: Any) -> list[Tensor]:
 def logits(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Compute the class scores, (B, classes), (B, ..., classes) or (B, classes, height, width)."""
     output = _call(model, images, options)
-    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    scores = getattr(output, "logits", output)
     if not isinstance(scores, Tensor):
         raise TypeError(
             f"{type(model).__name__} returns {type(output).__name__} without logits; pass a "
-            "classifier, measure='features' or a function of two outputs"
+            "classifier, or to tune measure='features' or a function of two outputs"
         )
     return scores
 

@@ -1,13 +1,13 @@
 """Whether a patched model in service still changes few outputs by more than a tolerance."""
 
-import copy
 import json
 import math
 import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bmfa.attention.tiling import DEFAULT_ERROR
 from bmfa.checks import check_integer, check_number, is_compiling
 from bmfa.models.measures import Function, Measure, find_measure
-from bmfa.models.patching import unpatch
+from bmfa.models.patching import copy_sharing_weights, unpatch
 from bmfa.models.screened_layer import screened_layers
 
 Action = Literal["warn", "tighten", "restore"]
@@ -209,6 +209,7 @@ class MonitorState:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Monitor:
     """Checks inputs of a patched model in service; `monitor` makes these.
 
@@ -228,29 +229,26 @@ class Monitor:
         2
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        every: int,
-        tolerance: float,
-        measure: Measure,
-        test: ShareTest,
-        action: Action,
-        seed: int,
-    ) -> None:
-        self.model, self.every, self.tolerance = model, every, tolerance
-        self.measure, self.test, self.action = measure, test, action
-        self.dense = _dense_copy(model)
+    model: nn.Module
+    every: int
+    tolerance: float
+    measure: Measure
+    test: ShareTest
+    action: Action
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.dense = unpatch(copy_sharing_weights(self.model))
         self.passes = self.kept = self.dropped = self.checked = self.alarms = 0
         self.largest_change, self.failure = 0.0, ""
-        self._generator = torch.Generator().manual_seed(seed)
-        self._next = self._random(every)  # the pass that is checked
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self._next = self._random(self.every)  # the pass that is checked
         self._waiting: deque[tuple[Tensor, dict[str, Any]]] = deque()
         self._lock = threading.Condition()  # an RLock, of everything above
         self._one_check = threading.RLock()  # at a time
         self._thread: threading.Thread | None = None
         self._local, self._closed = threading.local(), False
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        self._handle = self.model.register_forward_pre_hook(self, with_kwargs=True)
 
     def _random(self, size: int) -> int:
         return int(torch.randint(size, (), generator=self._generator))
@@ -387,19 +385,11 @@ class Monitor:
     def state(self) -> MonitorState:
         """A snapshot of what the monitor has seen."""
         with self._lock:
-            counters = ("passes", "kept", "dropped", "checked", "largest_change", "alarms")
-            low, high = self.test.bounds()
-            return MonitorState(
-                holds=not self.alarms,
-                exceeded=self.test.exceeded,
-                count=self.test.count,
-                share=self.test.exceeded / self.test.count if self.test.count else None,
-                low=low,
-                high=high,
-                allowed=self.test.allowed,
-                level=self.test.level,
-                **{name: getattr(self, name) for name in (*counters, "tolerance", "failure")},
-            )
+            test, (low, high) = self.test, self.test.bounds()
+            share = test.exceeded / test.count if test.count else None
+            found = vars(test) | vars(self)
+            found |= {"holds": not self.alarms, "share": share, "low": low, "high": high}
+            return MonitorState(**{one.name: found[one.name] for one in fields(MonitorState)})
 
     def passes_to_alarm(self, share: float = 1.0) -> int:
         """Return a number of passes within which a shift of the inputs that begins now is found.
@@ -435,7 +425,7 @@ class Monitor:
         return f"Monitor(every={self.every}, {self.state!r})"
 
     def __reduce__(self) -> Any:
-        return _ignoring, ()
+        return partial, (_ignore,)
 
 
 def monitor(
@@ -523,12 +513,6 @@ def monitor(
     return made
 
 
-def _dense_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that is not patched and shares its parameters and buffers."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return unpatch(copy.deepcopy(model, shared))
-
-
 def _find_images(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, dict[str, Any]]:
@@ -549,9 +533,5 @@ def _tighten(model: nn.Module) -> None:
         layer.choices = {}
 
 
-def _ignoring() -> Any:
-    """Return a hook in place of a monitor, for a copy of a model."""
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None: ...
+def _ignore(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """In place of a monitor, the hook of a copy of a model."""

@@ -130,8 +130,7 @@ class Passes:
 
     prefix: int = 0  # tokens before the grid
     suffix: int = 0  # tokens behind the grid, such as detection tokens
-    model: str = ""  # name of its class, and its number: for warnings
-    number: int = 0
+    model: str = ""  # its name in warnings
     local: PerThread = field(default_factory=PerThread)
     handles: list[Any] = field(default_factory=list)  # of hooks
     warned: set[Grid] = field(default_factory=set)  # grids that a plan is not for

@@ -2,10 +2,13 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from bmfa.attention.api import check_choices
@@ -108,13 +111,8 @@ def patch(
         True
     """
     rule = None if rule is None else as_rule(rule)
-    options: dict[str, Any] = {
-        "rule": rule,
-        "error": error,
-        "leaves": leaves,
-        "max_depth": max_depth,
-    }
-    options |= {"allow_dense": allow_dense, "backend": backend}
+    options: dict[str, Any] = {"rule": rule, "error": error, "leaves": leaves}
+    options |= {"max_depth": max_depth, "allow_dense": allow_dense, "backend": backend}
     if attention is None and (grid is not None or prefix or suffix):
         raise ValueError(
             f"grid is {grid!r}, prefix {prefix} and suffix {suffix}, which are for models that are not "
@@ -234,6 +232,27 @@ def unpatch(model: nn.Module) -> nn.Module:
         if (replacement := replacement_of(module)) is not None:
             replacement.restore(module)
     return model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without gradients; restore it however the block ends, also if it is patched."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        unpatch(model)
+        for module in training:
+            module.training = True
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
+    return deepcopy(
+        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    )
 
 
 def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from html import escape
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
@@ -24,6 +23,7 @@ from bmfa.files import write_atomic
 from bmfa.merging import Policy, parse
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.search import Check, LayerSetting, Positive
+from bmfa.models.tables import Parts, Table
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
@@ -109,8 +109,8 @@ class ModelFingerprint:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanFile:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanFile(Table):
     """What both kinds of plans share: their file, their table and the check of the model."""
 
     kind: ClassVar[str] = "any"
@@ -241,21 +241,11 @@ class PlanFile:
         """Return the sentences below the table: change and time, predicted and measured."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def parts(self) -> Parts:
+        """Return the table and the sentences below it."""
         rows = self.table()
-        cells = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(map(str.rjust, row, widths)) for row in cells)
-        return "\n".join([*lines, "", *self.notes()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        rows = [list(self.table()[0]), *(row.values() for row in self.table())]
-        cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-        table = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<table>{table}</table><p>{'<br>'.join(map(escape, self.notes()))}</p>"
+        lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+        return "", lines, len(lines[0]), ["", *self.notes()]
 
     def to_record(self) -> Record:
         """Return the plan as the record of an experiment.

@@ -130,14 +130,9 @@ class Preprocessing:
             (448, 448)
         """
         size = (img_size, img_size) if isinstance(img_size, int) else img_size or self.size
-        return Preprocessing(
-            size,
-            self.crop_pct if crop_pct is None else crop_pct,
-            interpolation or self.interpolation,
-            tuple(mean or self.mean),
-            tuple(std or self.std),
-            self.squash and crop_pct is None,
-        )
+        crop, squash = (self.crop_pct, self.squash) if crop_pct is None else (crop_pct, False)
+        channels = tuple(mean or self.mean), tuple(std or self.std)
+        return Preprocessing(size, crop, interpolation or self.interpolation, *channels, squash)
 
     def __call__(self, image: Any) -> Tensor:
         """Preprocess one image.

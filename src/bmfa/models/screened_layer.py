@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.api import run_attention
+from bmfa.attention.api import screened_attention
 from bmfa.attention.call import check_tensors
 from bmfa.attention.dispatch import Choice, exact_choice, in_graph
 from bmfa.attention.kernels import native
@@ -40,6 +40,11 @@ class LayerInputs:
     grid: Grid
     prefix: int
     valid: Tensor | None  # (B or 1, N) spatial keys that exist
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `screened_attention`."""
+        return {name: x for name, x in vars(self).items() if name != "layer"}
 
 
 Observer = Callable[[LayerInputs, Screened], None]
@@ -229,17 +234,9 @@ class ScreenedLayer(AttentionFunction):
         prefix, order = k.shape[2] - grid.size, passes.special_first(grid, q)
         if order is not None:
             q, k, v = (x[:, :, order] for x in (q, k, v))
-        screened = run_attention(
-            q,
-            k,
-            v,
-            valid,
-            grid=grid,
-            prefix=prefix,
-            scale=scale,
-            model=passes.number,
-            layer=passes.model and f"layer {self.layer} of {passes.model}",
-            **self.options,
+        options = self.options | {"_caller": (f"layer {self.layer}", passes.model)}
+        screened = screened_attention(
+            q, k, v, valid=valid, grid=grid, prefix=prefix, scale=scale, **options
         )
         passes.log(self.layer, LayerCall.from_stats(screened.stats))
         if self.observer is not None:

@@ -115,7 +115,8 @@ class Problem(Protocol):
         """Return the change of the whole model on the "calibration" or the "validation" images."""
 
     def uniform(self) -> list[Combination]:
-        """Return combinations with one setting for all layers."""
+        """Return combinations with one setting for all layers, if there are such."""
+        return []
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from bmfa.attention.result import ErrorEstimate
 from bmfa.models.families import check_module
 from bmfa.models.passes import ForwardPass, LayerCall
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
+from bmfa.models.tables import Parts, Table, by_reason
 from bmfa.models.token_reduction import TokenReduction, find_reduction
 
 _UNKNOWN = "unknown"
@@ -156,7 +156,7 @@ class BlockSummary:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Summary:
+class Summary(Table):
     """What the layers of a model did in the last finished forward pass of this thread.
 
     `summary` makes these. `str` and `repr` are a text table; they read the measured values, and so wait
@@ -198,34 +198,11 @@ class Summary:
     def __getitem__(self, layer: int) -> LayerSummary | BlockSummary:
         return self.rows[layer]
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Return the table with its head."""
-        head = _LAYER_COLUMNS if isinstance(self.rows[0], LayerSummary) else _BLOCK_COLUMNS
-        return [head, *(row.cells() for row in self.rows)]
-
-    def __str__(self) -> str:
-        """Return the table, numbers aligned at the right."""
-        cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        numbers = len(widths) if cells[0] == _BLOCK_COLUMNS else 1
-        lines = [
-            "  ".join(
-                text.rjust(width) if index < numbers else text.ljust(width)
-                for index, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in cells
-        ]
-        return "\n".join((self.title, *lines, *self.notes))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        head, *body = (map(escape, line) for line in self._cells())
-        lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
-        lines += [f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in body]
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return f"<table><caption>{escape(self.title)}</caption>{''.join(lines)}</table>{notes}"
+    def parts(self) -> Parts:
+        """Return the title, the table and the notes."""
+        patched = isinstance(self.rows[0], LayerSummary)
+        head, numbers = (_LAYER_COLUMNS, 1) if patched else (_BLOCK_COLUMNS, len(_BLOCK_COLUMNS))
+        return self.title, [head, *(row.cells() for row in self.rows)], numbers, self.notes
 
 
 def summary(model: nn.Module) -> Summary:
@@ -277,20 +254,12 @@ def _patched_summary(model: nn.Module, layers: list[ScreenedLayer]) -> Summary:
     if finished is not None and not finished.compiled:
         shape, dtype, device = finished.output
         title += f"; tokens {shape} {str(dtype).removeprefix('torch.')} on {device}"
-    notes = _block_notes(passes.other_blocks)
+    unchanged = "Not in this table, because they run as before: blocks"
+    notes = tuple(f"{line}." for line in by_reason(unchanged, passes.other_blocks))
     if passes.compiled and (finished is None or not finished.compiled):
         note = "The model was compiled; passes inside a compiled graph are not in this table."
         notes = (*notes, note)
     return Summary(title, rows, notes)
-
-
-def _block_notes(blocks: dict[int, str]) -> tuple[str, ...]:
-    """Say which blocks are not layers of the table, and why they are left unchanged."""
-    notes = []
-    for reason in dict.fromkeys(blocks.values()):
-        indices = ", ".join(str(index) for index, why in blocks.items() if why == reason)
-        notes.append(f"Not in this table, because they run as before: blocks {indices}, {reason}.")
-    return tuple(notes)
 
 
 def _layer_row(

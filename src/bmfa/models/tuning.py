@@ -7,7 +7,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import product
@@ -24,6 +23,8 @@ from bmfa.models.image_sample import LEAST_TESTED, divide, part_sizes, sample_im
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
+    copy_sharing_weights,
+    evaluating,
     install_layers,
     is_patched,
     layer_indices,
@@ -140,17 +141,13 @@ def tune(
         >>> patched = bmfa.patch(model, plan=plan)
     """
     found = find_measure(measure)
-    tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
+    tolerance, errors = check_tolerance(tolerance, found.name), check_errors(errors)
     repeats = check_integer("repeats", repeats, low=1)
     if minutes is not None:
         minutes = check_number("minutes", minutes, low=0.0, open_low=True)
     more = 1 if minutes is None else MORE_IMAGES
     tuner = AttentionTuner(model, images, options, batch_size, limit, seed, more)
-    if tuner.vit.not_tunable:
-        raise TypeError(
-            f"{type(tuner.model).__name__} is not supported by tune: {tuner.vit.not_tunable}; pass "
-            "error= to bmfa.patch"
-        )
+    tuner.check_tunable()
     if batch_size > (calibrating := len(tuner.images["calibration"])):
         raise ValueError(
             f"batch_size is {batch_size} and {calibrating} images calibrate; pass at least "
@@ -211,6 +208,14 @@ class Tuner:
         given = isinstance(images, dict)
         self.images = images if given else divide(sample_images(images, model, limit, seed))
         self.references: dict[Any, list[Any]] = {}  # what the unchanged model returns
+
+    def check_tunable(self) -> None:
+        """Raise unless the model takes images."""
+        if self.vit.not_tunable:
+            raise TypeError(
+                f"{type(self.model).__name__} is not supported by tune and estimate: "
+                f"{self.vit.not_tunable}; pass error= to bmfa.patch"
+            )
 
     @cached_property
     def batches(self) -> dict[str, Sequence[Tensor]]:
@@ -290,22 +295,15 @@ class Tuner:
         """
         from tqdm.auto import tqdm
 
-        training = [module for module in self.model.modules() if module.training]
         identity = {} if resume is None else self.identity(kind)
-        self.model.eval()
         # The mean rate: passes take about equally long, and an estimate from the last ones jumps.
         bar = tqdm(unit=" passes", leave=False, smoothing=0, disable=None if progress else True)
-        try:
-            with torch.no_grad(), bar:
-                self.run = Run(bar, resume, identity)
-                try:
-                    yield
-                finally:
-                    self.run.save()
-        finally:
-            unpatch(self.model)
-            for module in training:
-                module.training = True
+        with evaluating(self.model), bar:
+            self.run = Run(bar, resume, identity)
+            try:
+                yield
+            finally:
+                self.run.save()
 
     def identity(self, kind: str) -> dict[str, Any]:
         """Return what the measurements depend on, apart from their settings."""
@@ -427,12 +425,10 @@ class AttentionTuner(Tuner):
 
     def time_pass(self) -> float:
         """Return the seconds of a forward pass with dense attention."""
-        self.install(())
-        try:
-            work = partial(self.model, self.batch, **self.options)
-            return median_milliseconds(work, 1, self.batch.device) / 1e3
-        finally:
-            unpatch(self.model)
+        model = copy_sharing_weights(self.model)
+        self.install((), model)
+        work = partial(model, self.batch, **self.options)
+        return median_milliseconds(work, 1, self.batch.device) / 1e3
 
     def afford(
         self,
@@ -526,12 +522,9 @@ class AttentionTuner(Tuner):
             "the layers of the model attend on several grids or not in each pass, and a plan is for one "
             "grid in each layer, all of which run; pass error= to bmfa.patch"
         )
-        patch(self.model, error=0.0)
-        try:
-            with observe(self.model, note):
-                measure.outputs(self.model, self.batch, self.options)
-        finally:
-            unpatch(self.model)
+        model = patch(copy_sharing_weights(self.model), error=0.0)
+        with observe(model, note):
+            measure.outputs(model, self.batch, self.options)
         if len(rows) < depth:
             raise refused
         return [rows[layer] for layer in range(depth)]
@@ -573,24 +566,15 @@ def time_model(
     return dense_ms, exact_ms, planned_ms
 
 
-def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, to be patched on its own, with the same parameters and buffers."""
-    return deepcopy(
-        model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    )
-
-
 def time_attention(
     inputs: LayerInputs, errors: Sequence[float], repeats: int
 ) -> dict[float | None, float]:
     """Return the milliseconds of exact attention (None) and of attention over tiles by error target."""
     calls = CUDA_CALLS if inputs.q.is_cuda else 1
-    names = ("q", "k", "v", "grid", "prefix", "scale", "valid")
-    arguments = {name: getattr(inputs, name) for name in names}
 
     def attend(error: float | None) -> None:
         for _ in range(calls):
-            screened_attention(**arguments, error=error or 0.0, allow_dense=error is None)
+            screened_attention(**inputs.arguments, error=error or 0.0, allow_dense=error is None)
 
     works = {str(error): partial(attend, error) for error in (None, *errors)}
     medians = time_alternating(works, repeats, inputs.q.device)
@@ -604,7 +588,7 @@ def check_tolerance(tolerance: object, measure: str = "features") -> float:
     return check_number("tolerance", tolerance, low=0.0, open_low=True)
 
 
-def _check_errors(errors: Any) -> tuple[float, ...]:
+def check_errors(errors: Any) -> tuple[float, ...]:
     if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
     return tuple(sorted({check_error(x, "errors", open_low=True) for x in errors}))

@@ -20,10 +20,10 @@ from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.flops import count_flops
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
-from bmfa.models.patching import unpatch
+from bmfa.models.patching import copy_sharing_weights
 from bmfa.models.plan import SCHEDULED, ReductionPlan, check_choice
 from bmfa.models.reducing import last_pass, reduce
-from bmfa.models.search import Check, Combination, Search, cheapest_path, with_setting
+from bmfa.models.search import Check, Combination, Problem, Search, cheapest_path, with_setting
 from bmfa.models.tuning import Tuner
 from bmfa.records import round_digits
 
@@ -120,7 +120,7 @@ def tune_reduction(
         return tuner.make_plan(target, value)
 
 
-class ReductionTuner(Tuner):
+class ReductionTuner(Tuner, Problem):
     """Measures schedules of a model, as a problem of `Search`; arguments are those of `Tuner`.
 
     Args:
@@ -149,12 +149,8 @@ class ReductionTuner(Tuner):
     @cached_property
     def grid(self) -> Grid:
         """The grid of tokens; reading it raises if the model cannot be reduced or does not classify."""
-        self.install(self.dense)
-        try:
-            scores = logits(self.model, self.batch, self.options)
-            grid = last_pass(self.model)[1].grid
-        finally:
-            unpatch(self.model)
+        model = reduce(copy_sharing_weights(self.model), make_policy(self.policy, self.dense))
+        scores, grid = logits(model, self.batch, self.options), last_pass(model)[1].grid
         if scores.dim() != 2:
             name = type(self.model).__name__
             raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
@@ -245,10 +241,6 @@ class ReductionTuner(Tuner):
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the share of images whose class changes."""
         return self.change(DISAGREEMENT, images, chosen)
-
-    def uniform(self) -> list[Combination]:
-        """Return nothing: `start` compares with even schedules."""
-        return []
 
     def make_plan(self, target: str, value: float) -> ReductionPlan:
         """Choose a schedule for a target, and test it."""

@@ -28,7 +28,7 @@ MAX_THREADS = 256
 PART_SLOTS = 64  # keys of a tile, at most
 MOST_KEPT_BYTES = 160 << 20  # of scratch memory that a thread keeps between calls
 _EXACT, _MEASURE, _ATTEND = range(3)  # steps of a call
-_last = threading.local()  # the scratch memory of the last call of a thread
+last_call = threading.local()  # its scratch memory, in each thread; None frees it
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -146,12 +146,12 @@ def prepare_tiles(
     call.query_prefix, call.uniform_share, call.levels = query_prefix, UNIFORM_SHARE, NUM_LEVELS
     call.probe_groups, call.group_probes = tiling.probe_groups(query_prefix), draws
     call.point(**_probe_draws(tiling, heads, query_prefix))
-    expanded = _empty(batch, heads, tiling.groups, tiling.tiles, dtype=np.bool_)
-    count = _empty(batch, heads, tiling.groups, dtype=np.int32)
-    errors = _empty(batch, heads, probes, 3)
+    expanded = np.empty((batch, heads, tiling.groups, tiling.tiles), np.bool_)
+    count = np.empty((batch, heads, tiling.groups), np.int32)
+    errors = np.empty((batch, heads, probes, 3))
     call.point(expanded=expanded, expanded_count=count, probes=errors)
-    found, norm = _empty(heads, probes, 4, NUM_LEVELS), _empty(heads, probes)
-    levels = Levels(found, norm, _empty(heads, probes))
+    found, norm = np.empty((heads, probes, 4, NUM_LEVELS)), np.empty((heads, probes))
+    levels = Levels(found, norm, np.empty((heads, probes)))
     call.point(**levels._asdict())
     run, measured = _load(call), -1  # the image that scratch memory holds
 
@@ -180,10 +180,6 @@ def prepare_tiles(
         return TiledAttention(output, results[0], results[1], results[2], exact)
 
     return attend
-
-
-def _empty(*shape: int, dtype: type = np.float64) -> Array:
-    return np.empty(shape, dtype)
 
 
 @lru_cache(maxsize=32)
@@ -287,16 +283,11 @@ def _allocate(size: int) -> Tensor:
     A thread keeps that of its last call for the next one, up to MOST_KEPT_BYTES: new pages would take
     3 to 10 % of a call over 4,096 tokens, and up to half of one over 16,384.
     """
-    kept: Tensor | None = getattr(_last, "scratch", None)
+    kept: Tensor | None = getattr(last_call, "scratch", None)
     if kept is None or kept.numel() < size:
         kept = torch.empty(size, dtype=torch.uint8, device="cpu")
-        _last.scratch = kept if size <= MOST_KEPT_BYTES else None
+        last_call.scratch = kept if size <= MOST_KEPT_BYTES else None
     return kept
-
-
-def release_scratch() -> None:
-    """Free the scratch memory that this thread keeps; the next call allocates it again."""
-    _last.scratch = None
 
 
 def _check_scores(
