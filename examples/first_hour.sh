@@ -43,7 +43,7 @@ PYTHON
 
 echo "== Will it help? (seconds)"
 .venv/bin/bmfa estimate --model "timm:$MODEL" --weights weights.safetensors --img-size "$SIZE" \
-  --images photos --json estimate.json
+  --data-dir photos --json estimate.json
 
 echo "== A plan, for at most 3 % change of the features (minutes)"
 .venv/bin/bmfa tune --model "timm:$MODEL" --weights weights.safetensors --img-size "$SIZE" \

@@ -11,7 +11,7 @@ from bmfa.data.drawn.scenes import draw_scene
 def test_the_table_and_the_record_say_the_same(capsys, tmp_path):
     pillow = pytest.importorskip("PIL.Image")
     pillow.fromarray(draw_scene(0, 0)[0].image.pixels).save(tmp_path / "scene.png")
-    words = f"--images {tmp_path} --img-size 256 --error 0.1 --dtype float32 --device cpu"
+    words = f"--data-dir {tmp_path} --img-size 256 --error 0.1 --dtype float32 --device cpu"
     main(["estimate", *words.split(), "--json", str(tmp_path / "record.json")])
     printed = capsys.readouterr().out
     record = json.loads((tmp_path / "record.json").read_text())
@@ -32,7 +32,7 @@ def test_bad_input_ends_with_one_line(capsys):
         ("--limit 0", "limit is 0"),
         ("--dtype int8", "'int8'"),
         ("--img-size 100", "img_size is 100"),
-        ("--images no-such-folder", "no-such-folder"),
+        ("--data-dir no-such-folder", "no-such-folder"),
         ("--seed -1", "seed is -1"),
     ):
         with pytest.raises(SystemExit) as stop:
