@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -419,7 +420,8 @@ def test_memory_may_hold_anything(monkeypatch, threads):
     for byte in (0xFF, 0x00, 0x7F, 0x01):
         with monkeypatch.context() as patch:
             patch.setattr(native, "_allocate", poisoned(native._allocate, byte))
-            patch.setattr(native, "_empty", poisoned(native._empty, byte))
+            numpy = SimpleNamespace(**vars(np) | {"empty": poisoned(np.empty, byte)})
+            patch.setattr(native, "np", numpy)
             for number in (1, 3):
                 threads(number)
                 for index, case in enumerate(cases):
