@@ -21,9 +21,7 @@ def _budget(text: str) -> Any:
     """Parse an integer as a count to remove, integers with commas as a schedule of counts, and any
     other number as a fraction to keep.
     """
-    if "," in text:
-        return tuple(parse_number(count) for count in text.split(","))
-    return parse_number(text)
+    return tuple(map(parse_number, text.split(","))) if "," in text else parse_number(text)
 
 
 # Name of each policy, and the function that makes it from the text after the colon and a seed.
